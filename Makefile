@@ -1,0 +1,51 @@
+# Each target sets up its own .venv from nothing but Python 3.11 and pip, and is quick once that is done.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+RUN := $(VENV)/.run-ready
+DEV := $(VENV)/.dev-ready
+BENCH := .venv-bench/.ready
+PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test prove test-gpu lint data bench clean
+
+demo: $(RUN)  ## train a ResNet on scanned digits, on two processes
+	$(BIN)/shardwise train examples/digits.py --nproc 2
+
+test: $(DEV) lint  ## every gate and every quick test
+	$(BIN)/python -m pytest -m "not gpu and not prove"
+
+prove: $(DEV)  ## the long proofs, whole
+	$(BIN)/python -m pytest -m prove --timeout 3600
+
+test-gpu: $(DEV)  ## tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(DEV)  ## style, types and one-way imports
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+data:  ## real MNIST and Fashion-MNIST into data/
+	$(PYTHON) scripts/fetch_data.py
+
+bench: $(BENCH)  ## side-by-side runs against peers, each in its own environment
+	.venv-bench/bin/python benchmarks/overhead.py
+
+clean:  ## forget the environments
+	rm -rf $(VENV) .venv-bench
+
+$(RUN): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install $(PIP_FLAGS) --editable .
+	touch $@
+
+$(DEV): $(RUN)
+	$(BIN)/pip install $(PIP_FLAGS) --editable ".[dev]"
+	touch $@
+
+$(BENCH): pyproject.toml constraints.txt benchmarks/peers.txt
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/pip install $(PIP_FLAGS) --editable . --requirement benchmarks/peers.txt
+	touch $@

@@ -1,0 +1,65 @@
+"""Scale a PyTorch training job from one process to a cluster, and prove it equal to one process."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise import models as models
+    from shardwise.data import datasets as datasets
+    from shardwise.errors import ShardwiseError as ShardwiseError
+    from shardwise.job import Job as Job
+    from shardwise.job import Loss as Loss
+    from shardwise.job import Metric as Metric
+    from shardwise.job import losses as losses
+    from shardwise.job import metrics as metrics
+    from shardwise.job import schedules as schedules
+    from shardwise.job.optimizers import SGD as sgd  # noqa: F401, N811 - lower case beside sw.adamw
+    from shardwise.job.optimizers import AdamW as adamw  # noqa: F401, N813 - reads as what it does
+    from shardwise.layout import Layout as Layout
+    from shardwise.parallel.apply import unwrap as unwrap
+    from shardwise.plan import Plan as Plan
+    from shardwise.train.build import build_step as build_step
+    from shardwise.train.build import parallelize as parallelize
+    from shardwise.train.train import train as train
+    from shardwise.world import World as World
+    from shardwise.world import world as world
+
+_PUBLIC = {
+    "Job": ("shardwise.job", "Job"),
+    "Layout": ("shardwise.layout", "Layout"),
+    "Loss": ("shardwise.job", "Loss"),
+    "Metric": ("shardwise.job", "Metric"),
+    "Plan": ("shardwise.plan", "Plan"),
+    "ShardwiseError": ("shardwise.errors", "ShardwiseError"),
+    "World": ("shardwise.world", "World"),
+    "adamw": ("shardwise.job.optimizers", "AdamW"),
+    "build_step": ("shardwise.train.build", "build_step"),
+    "datasets": ("shardwise.data.datasets", ""),
+    "losses": ("shardwise.job.losses", ""),
+    "metrics": ("shardwise.job.metrics", ""),
+    "models": ("shardwise.models", ""),
+    "parallelize": ("shardwise.train.build", "parallelize"),
+    "schedules": ("shardwise.job.schedules", ""),
+    "sgd": ("shardwise.job.optimizers", "SGD"),
+    "train": ("shardwise.train", ""),  # a room that is also the verb
+    "unwrap": ("shardwise.parallel.apply", "unwrap"),
+    "world": ("shardwise.world", ""),  # likewise
+}
+"""Public name -> module and attribute ("" for the module itself): imported at first use, so that
+`import shardwise` costs milliseconds and no torch."""
+
+__all__ = sorted(_PUBLIC)  # noqa: PLE0605 - a list of str
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    module_name, attribute = _PUBLIC[name]
+    module = importlib.import_module(module_name)
+    return getattr(module, attribute) if attribute else module
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,94 @@
+"""The `shardwise` command: eight verbs, one sentence per error, exit codes that mean something."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from itertools import takewhile
+
+import click
+
+from shardwise.errors import ShardwiseError, nearest
+from shardwise.run.console import complain
+from shardwise.run.exitcodes import BAD_INPUT, INTERRUPTED
+
+VERBS = {
+    "plan": "What fits, what it costs, what to choose and why (not built yet).",
+    "verify": "Prove that a plan computes what one process computes (not built yet).",
+    "launch": "Start any script on many processes, in place of torchrun (not built yet).",
+    "train": "Train a described job on one or many processes.",
+    "watch": "Look at a run while it goes on (not built yet).",
+    "checkpoint": "List, check and convert checkpoints (not built yet).",
+    "bench": "Measure collectives, overlap and scaling (not built yet).",
+    "doctor": "Say what is wrong with a machine or a run (not built yet).",
+}
+BUILT = frozenset({"train"})
+
+
+class Verbs(click.Group):
+    """A group that imports a verb's module only when it is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        """Verbs in the order of the design."""
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        """Return the verb's command."""
+        if cmd_name not in VERBS:
+            return None
+        if cmd_name in BUILT:
+            module = importlib.import_module(f"shardwise.cli.{cmd_name}")
+            command: click.Command = module.command
+            return command
+        return _not_built(cmd_name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Name the nearest verb when there is no such one."""
+        if args and not args[0].startswith("-") and args[0] not in VERBS:
+            raise click.UsageError(f"there is no verb {args[0]!r}: {nearest(args[0], VERBS)}")
+        return super().resolve_command(ctx, args)
+
+
+def _not_built(verb: str) -> click.Command:
+    def refuse(_arguments: tuple[str, ...]) -> None:
+        raise click.UsageError(f"{verb!r} is not built yet: use 'shardwise train'")
+
+    return click.Command(
+        verb,
+        callback=refuse,
+        params=[click.Argument(["_arguments"], nargs=-1, metavar="...", type=click.UNPROCESSED)],
+        help=VERBS[verb],
+        context_settings={"ignore_unknown_options": True},
+    )
+
+
+@click.command(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.version_option(package_name="shardwise", message="shardwise %(version)s")
+def cli(*, debug: bool) -> None:
+    """Plan, prove, launch and keep alive the training of a PyTorch job on many processes."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        result = cli.main(args=arguments, prog_name="shardwise", standalone_mode=False)
+    except click.exceptions.Exit as exit_:
+        return exit_.exit_code
+    except click.Abort:
+        return INTERRUPTED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except click.ClickException as error:
+        complain(f"shardwise: {' '.join(error.format_message().split())}")
+        return BAD_INPUT
+    except ShardwiseError as error:
+        if "--debug" in takewhile(lambda argument: argument.startswith("-"), arguments):
+            traceback.print_exc()
+        complain(f"shardwise: {error}")
+        return error.exit_code
+    return result if isinstance(result, int) else 0

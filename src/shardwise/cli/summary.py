@@ -1,0 +1,22 @@
+"""The last lines of a training: what came out, how long it took, where to look."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from shardwise.run.console import say
+
+if TYPE_CHECKING:
+    from shardwise.run import RunDirectory
+
+
+def summarise(run: RunDirectory) -> None:
+    """Say the result of a finished run."""
+    result = msgspec.json.decode(run.report_json.read_bytes())["result"]
+    for name, value in result["evaluation"].items():
+        shown = f"{value:.2%}" if "accuracy" in name else f"{value:.4f}"
+        say(f"test {name:<10} {shown}")
+    say(f"training time   {result['training_s']:.1f} s for {result['steps']} steps")
+    say(f"run directory   {run.path}")

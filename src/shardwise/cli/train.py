@@ -1,0 +1,174 @@
+"""`shardwise train`: a described job on N processes of this machine."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from shardwise.cli.summary import summarise
+from shardwise.errors import LaunchError
+from shardwise.run.console import complain
+from shardwise.run.exitcodes import BAD_INPUT, DONE, INTERRUPTED, JOB_FAILED
+
+if TYPE_CHECKING:
+    from shardwise.job import Job, JobReference
+    from shardwise.launch import Outcome
+    from shardwise.plan import Device, Plan
+    from shardwise.run import RunDirectory
+
+
+@click.command(
+    "train", context_settings={"token_normalize_func": lambda token: token.replace("_", "-")}, no_args_is_help=True
+)
+@click.argument("job", metavar="JOB.py[:NAME]")
+@click.option(
+    "--nproc", "--nproc-per-node", "nproc", type=click.IntRange(min=1), help="Processes to start (default: 1)."
+)
+@click.option("--plan", "plan_spec", default="auto", show_default=True, help="auto, preset, product or .toml file.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a field of the job or the plan.")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Where to write the run (default: runs/NAME-TIME).")
+@click.option("--backend", help="gloo, nccl, mpi, ucc or cpu:gloo,cuda:nccl (default: by device).")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to train (default: cuda where there is one).")
+def command(
+    *,
+    job: str,
+    nproc: int | None,
+    plan_spec: str,
+    settings: tuple[str, ...],
+    run_dir: Path | None,
+    backend: str | None,
+    device: str | None,
+) -> int:
+    """Train the Job in JOB.py, with progress, a report and a run directory."""
+    from shardwise.cli.join import train_in_world
+    from shardwise.environment import identify
+    from shardwise.job import load_job
+    from shardwise.parallel.support import require_supported
+    from shardwise.run import create_run
+
+    started_at = time.time()
+    me = identify()
+    reference, plan_overrides = _split_settings(job, settings)
+    loaded = load_job(reference)
+    if me.world_size > 1:
+        if nproc is not None:
+            raise LaunchError(
+                f"--nproc {nproc} inside a world of {me.world_size} ranks that {me.source} started",
+                fix="leave --nproc out, or start shardwise by itself",
+            )
+        train_in_world(loaded, reference, plan_spec, plan_overrides, run_dir=run_dir, backend=backend, device=device)
+        return DONE
+    nproc = nproc or 1
+    where = _device(device, nproc)
+    plan = _settle(loaded, plan_spec, nproc, where, plan_overrides)
+    require_supported(plan)
+    run = create_run(run_dir, reference.name)
+    outcome = _launch(reference, plan, run, nproc=nproc, started_at=started_at, backend=backend, device=where.kind)
+    return _conclude(outcome, run)
+
+
+def _split_settings(job: str, settings: tuple[str, ...]) -> tuple[JobReference, dict[str, str]]:
+    """Give each --set to the job or to the plan, whichever has a field of that name."""
+    import dataclasses
+
+    from shardwise.errors import InputError, nearest
+    from shardwise.job import Job, refer
+    from shardwise.job.overrides import parse_overrides
+    from shardwise.plan import Plan
+
+    job_fields = {field.name for field in dataclasses.fields(Job)}
+    plan_fields = {field.name for field in dataclasses.fields(Plan)} - {"version", "sources"}
+    overrides = parse_overrides(settings)
+    for key in overrides:
+        name = key.partition(".")[0]
+        if name not in job_fields | plan_fields:
+            raise InputError(f"--set {key}: there is no key {name!r}", fix=nearest(name, job_fields | plan_fields))
+    of_job = {key: value for key, value in overrides.items() if key.partition(".")[0] in job_fields}
+    of_plan = {key: value for key, value in overrides.items() if key not in of_job}
+    return refer(job, of_job), of_plan
+
+
+def _device(asked: str | None, nproc: int) -> Device:
+    """Find out what settling must know of the GPUs, without touching CUDA."""
+    from shardwise.hardware import probe_gpus
+    from shardwise.plan import Device
+
+    gpus = probe_gpus() if asked != "cpu" else ()
+    if not gpus:
+        if asked == "cuda":
+            raise LaunchError("--device cuda, but this machine shows no NVIDIA GPU", fix="use --device cpu")
+        return Device()
+    if nproc > len(gpus):
+        raise LaunchError(
+            f"--nproc {nproc} is more than the {len(gpus)} GPUs that are visible",
+            fix=f"use --nproc {len(gpus)}, or --device cpu",
+        )
+    return Device(kind="cuda", has_bf16=all(gpu.has_bf16 for gpu in gpus), name=gpus[0].name)
+
+
+def _settle(job: Job, spec: str, nproc: int, device: Device, overrides: dict[str, str]) -> Plan:
+    from shardwise.plan import settle
+
+    return settle(spec, batch_size=job.batch_size, world_size=nproc, device=device, overrides=overrides)
+
+
+def _launch(
+    reference: JobReference,
+    plan: Plan,
+    run: RunDirectory,
+    *,
+    nproc: int,
+    started_at: float,
+    backend: str | None,
+    device: str,
+) -> Outcome:
+    """Write down what will run, start it and show it until it ends."""
+    import os
+
+    from shardwise.cli.follow import Follower
+    from shardwise.cli.join import write_run_inputs
+    from shardwise.launch import Entry, launch_local
+
+    write_run_inputs(run, reference, plan)
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as meeting:
+        order = {
+            "run": str(run.path.resolve()),
+            "job": reference,
+            "started_at": started_at,
+            "store": f"{meeting}/store",
+            "launcher_pid": os.getpid(),
+            "plan_sources": dict(plan.sources),
+            "backend": backend,
+            "device": device if device == "cpu" else None,
+        }
+        follower = Follower(run)
+        try:
+            return launch_local(
+                Entry(module="shardwise.worker", payload=order), nproc=nproc, run=run, observers=[follower]
+            )
+        finally:
+            follower.close()
+
+
+def _conclude(outcome: Outcome, run: RunDirectory) -> int:
+    """Say how it ended; a run that was refused before its first step leaves nothing behind."""
+    from shardwise.launch import explain_outcome, root_cause
+
+    if outcome.interrupted:
+        complain(f"shardwise: interrupted; the run is in {run.path}")
+        return INTERRUPTED
+    cause = root_cause(outcome.exits)
+    if cause is None:
+        summarise(run)
+        return DONE
+    if cause.failure is not None and cause.failure.exit_code == BAD_INPUT:
+        complain(f"shardwise: {cause.failure.message}")
+        run.remove()
+        return BAD_INPUT
+    complain(explain_outcome(outcome, run))
+    complain(f"shardwise: the run is in {run.path}")
+    return JOB_FAILED

@@ -1,0 +1,78 @@
+"""The order of samples: a keyed permutation, O(1) in memory, the same at any number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.errors import DataError
+
+_ROUNDS = 6
+_MIX_A = np.uint64(0xFF51AFD7ED558CCD)  # the finaliser of MurmurHash3 (public domain, Austin Appleby)
+_MIX_B = np.uint64(0xC4CEB9FE1A85EC53)
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cursor:
+    """Where training stands in the stream of samples: three integers, nothing about ranks."""
+
+    seed: int
+    epoch: int = 0
+    index: int = 0
+    """Samples of this epoch that are already used."""
+
+    def advance(self, samples: int, length: int) -> Cursor:
+        """Return the cursor after `samples` more of a dataset of `length`; an epoch ends with its last sample."""
+        index = self.index + samples
+        if index >= length:
+            return Cursor(seed=self.seed, epoch=self.epoch + 1)
+        return Cursor(seed=self.seed, epoch=self.epoch, index=index)
+
+
+def sample_ids(places: npt.NDArray[np.int64], *, seed: int, epoch: int, length: int) -> npt.NDArray[np.int64]:
+    """Return which samples stand at `places` of an epoch over a dataset of `length`.
+
+    A Feistel network permutes the next power of two; places that fall outside the dataset walk on until they
+    fall inside (less than once on average). Cost and memory depend on the number of places alone.
+    """
+    if len(places) and (places.min() < 0 or places.max() >= length):
+        raise DataError(f"a place outside an epoch of {length} samples", fix="stay inside the epoch")
+    bits = max(2, (length - 1).bit_length())
+    keys = _round_keys(seed, epoch)
+    ids = _permute(places.astype(np.uint64), bits, keys)
+    outside = ids >= length
+    while outside.any():
+        ids[outside] = _permute(ids[outside], bits, keys)
+        outside = ids >= length
+    return ids.astype(np.int64)
+
+
+def _permute(values: npt.NDArray[np.uint64], bits: int, keys: list[np.uint64]) -> npt.NDArray[np.uint64]:
+    """One pass of an unbalanced Feistel network over `bits` bits: a bijection for any keys."""
+    low_bits, high_bits = np.uint64(bits // 2), np.uint64(bits - bits // 2)
+    low_mask = np.uint64((1 << int(low_bits)) - 1)
+    high_mask = np.uint64((1 << int(high_bits)) - 1)
+    high, low = values >> low_bits, values & low_mask
+    for number, key in enumerate(keys):
+        if number % 2 == 0:
+            high = high ^ (_mix(low ^ key) & high_mask)
+        else:
+            low = low ^ (_mix(high ^ key) & low_mask)
+    return (high << low_bits) | low
+
+
+def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    values = (values ^ (values >> np.uint64(33))) * _MIX_A
+    values = (values ^ (values >> np.uint64(33))) * _MIX_B
+    return values ^ (values >> np.uint64(33))
+
+
+def _round_keys(seed: int, epoch: int) -> list[np.uint64]:
+    """Keys from (seed, epoch) by a Weyl sequence through the mixer; neighbouring seeds share nothing."""
+    state = _mix(np.array([seed & _MASK], dtype=np.uint64)) ^ np.uint64((epoch + 1) * _GOLDEN & _MASK)
+    weyl = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    return list(_mix(state + weyl))

@@ -1,0 +1,126 @@
+"""The feed: every micro-batch of a step, its real rows and the global denominator, one step ahead."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from shardwise.data.rows import fill_rows, move
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from shardwise.data.cursor import Cursor
+    from shardwise.job import Loss
+
+
+class MicroBatch(msgspec.Struct, frozen=True, gc=False):
+    """What one forward pass of one reader sees."""
+
+    batch: Any
+    """On the device; filled to `filled` rows by repeating real ones."""
+    rows: int
+    """Real rows, first in the batch; 0 when this reader has none but must still take part."""
+    filled: int
+
+
+class StepBatch(msgspec.Struct, frozen=True, gc=False):
+    """Everything one optimizer step needs."""
+
+    micro_batches: list[MicroBatch]
+    denominator: int
+    """What the loss counts, over all readers."""
+    samples: int
+    """Real samples, over all readers."""
+    cursor: Cursor
+    """Where this step begins in the stream."""
+
+
+class LoadedStep(msgspec.Struct, frozen=True, gc=False):
+    """Micro-batches of one step as a loader gives them: on the host, unfilled, uncounted."""
+
+    batches: list[Any]
+    rows: list[int]
+    """Real rows of each batch; where it is 0 the batch holds one spare row."""
+    samples: int
+    """Real samples over all readers."""
+    cursor: Cursor
+    """Where this step begins in the stream."""
+
+
+class StepLoader(Protocol):
+    """Gives the steps of training in order, for one reader."""
+
+    def steps(self) -> Iterable[LoadedStep]:
+        """Yield steps, epoch after epoch."""
+
+
+class Feed:
+    """Iterates over StepBatch: loads a step ahead and sums its count over the readers while the last one trains."""
+
+    def __init__(
+        self,
+        loader: StepLoader,
+        loss: Loss,
+        *,
+        micro_batch: int,
+        device: torch.device,
+        float_dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`group` joins the readers of different samples, and is used by nothing else; None for one reader."""
+        self._loader = loader
+        self._loss = loss
+        self._micro_batch = micro_batch
+        self._device = device
+        self._float_dtype = float_dtype
+        self._group = group
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        """Yield steps; communicates the counts over the feed's own group, one step ahead."""
+        ahead: _Pending | None = None
+        for loaded in self._loader.steps():
+            pending = self._prepare(loaded)
+            if ahead is not None:
+                yield ahead.finish()
+            ahead = pending
+        if ahead is not None:
+            yield ahead.finish()
+
+    def _prepare(self, loaded: LoadedStep) -> _Pending:
+        pairs = list(zip(loaded.batches, loaded.rows, strict=True))
+        micro_batches = [self._fill(batch, rows) for batch, rows in pairs]
+        if isinstance(self._loss.count, str):
+            return _Pending(loaded, micro_batches, loaded.samples)
+        count = sum(self._loss.count_of(batch, rows) for batch, rows in pairs if rows)
+        if self._group is None:
+            return _Pending(loaded, micro_batches, count)
+        total = torch.tensor(count, device=self._device)
+        work = dist.all_reduce(total, group=self._group, async_op=True)
+        return _Pending(loaded, micro_batches, total, work)
+
+    def _fill(self, batch: Any, rows: int) -> MicroBatch:
+        """Fill a short batch to the plan's shape, unless the loss needs exactly the real rows."""
+        filled = max(rows, 1)
+        if self._loss.by_row and filled < self._micro_batch:
+            batch = fill_rows(batch, filled, self._micro_batch)
+            filled = self._micro_batch
+        return MicroBatch(move(batch, self._device, self._float_dtype), rows, filled)
+
+
+class _Pending(msgspec.Struct, frozen=True, gc=False):
+    """A step whose count may still be on its way."""
+
+    loaded: LoadedStep
+    micro_batches: list[MicroBatch]
+    count: int | torch.Tensor
+    work: dist.Work | None = None
+
+    def finish(self) -> StepBatch:
+        """Wait for the counts of the other readers."""
+        if self.work is not None:
+            self.work.wait()
+        return StepBatch(self.micro_batches, int(self.count), self.loaded.samples, self.loaded.cursor)

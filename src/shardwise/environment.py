@@ -1,0 +1,386 @@
+"""Environment variables: who a rank is under each launcher, and what a launched rank is given."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import zlib
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from shardwise.errors import EnvironmentVariablesError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+DERIVED_PORTS = range(20_000, 30_000)
+"""Where ports made from a job's id lie: below 32768, where Linux starts to give ports to outgoing connections."""
+_HYDRA_PORT = 29_500
+"""Hydra shows its ranks nothing that names the job, so every job has the port that torch's tools take by default."""
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+"""SLURM numbers its batch, interactive and extern steps from the top of 32 bits; real steps count from 0."""
+_LOOPBACK = "127.0.0.1"
+_OURS = "SHARDWISE_LAUNCHED"
+"""Marks ranks that our own launcher started, so that they can say so."""
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+
+_STALE = re.compile(
+    r"SHARDWISE_LAUNCHED|TORCHELASTIC_.*|PMI_.*|PMIX_.*|OMPI_COMM_WORLD_.*|MPI_LOCAL(RANKID|NRANKS)|LOCAL_SIZE|CROSS_(RANK|SIZE)"
+    r"|SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|STEP_?ID|STEP_NUM_TASKS|(STEP_)?TASKS_PER_NODE)"
+)
+"""What other launchers told the launching process about itself, untrue of the ranks it starts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Who this process is among the ranks of its job, and which launcher said so."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    source: str = "alone"
+    """Who said so: "shardwise", "torchrun" (also hand-exported variables), "slurm", "openmpi", "pmi" or "alone"."""
+    master_addr: str | None = None
+    master_port: int | None = None
+    local_rank_assumed: bool = False
+    """Nobody said which rank of its node this is, so one node was assumed."""
+
+
+def identify(environ: Mapping[str, str] | None = None) -> Identity:
+    """Return who this process is; variables that contradict each other are refused."""
+    environ = os.environ if environ is None else environ
+    for read in _LAUNCHERS:
+        identity = read(environ)
+        if identity is not None:
+            return identity
+    addr, port = master_endpoint(environ)
+    return Identity(master_addr=addr, master_port=port)
+
+
+def master_endpoint(environ: Mapping[str, str] | None = None) -> tuple[str | None, int | None]:
+    """Return MASTER_ADDR and MASTER_PORT, None where unset."""
+    environ = os.environ if environ is None else environ
+    port = _number(environ, "MASTER_PORT")
+    if port is not None and not 0 < port < 2**16:
+        raise EnvironmentVariablesError(f"MASTER_PORT={port} is not a port", fix="use 1 to 65535")
+    return environ.get("MASTER_ADDR") or None, port
+
+
+def visible_cuda_devices(environ: Mapping[str, str] | None = None) -> tuple[str, ...] | None:
+    """Return the entries of CUDA_VISIBLE_DEVICES that count, None when every device is visible."""
+    environ = os.environ if environ is None else environ
+    text = environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return None
+    entries = [entry.strip() for entry in text.split(",")]
+    # CUDA ignores everything from the first entry that names no device, so "-1" or "" hides them all.
+    end = next((i for i, entry in enumerate(entries) if not entry or entry.startswith("-")), len(entries))
+    return tuple(entries[:end])
+
+
+def has_own_gpu(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether SLURM was asked to show each task its own GPU, which is then cuda:0 for every rank."""
+    environ = os.environ if environ is None else environ
+    return "SLURM_GPUS_PER_TASK" in environ or "SLURM_GPU_BIND" in environ
+
+
+def rank_environment(
+    *,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    local_world_size: int,
+    cores: int | None = None,
+    environ: Mapping[str, str] | None = None,
+    extra: Mapping[str, str] = _NOTHING,
+) -> dict[str, str]:
+    """Return the whole environment of a rank to be started on this machine.
+
+    The local ranks share `cores` (None: those this process may run on). What other launchers said about this
+    process is left out, the user's own settings stay, `extra` wins.
+    """
+    base = os.environ if environ is None else environ
+    kept = {name: value for name, value in base.items() if not _STALE.fullmatch(name)}
+    # torchrun sets 1 thread, which leaves most cores idle when ranks are few.
+    kept.setdefault("OMP_NUM_THREADS", str(max(1, (cores or _own_cores()) // local_world_size)))
+    if world_size == local_world_size:
+        # A host name that resolves to an outside address would send gloo's traffic there.
+        kept.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    identity = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_world_size,
+        "GROUP_RANK": (rank - local_rank) // local_world_size,
+        "GROUP_WORLD_SIZE": world_size // local_world_size,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
+        "ROLE_NAME": "default",
+        _OURS: 1,
+    }
+    return {**kept, **{name: str(value) for name, value in identity.items()}, **extra}
+
+
+def adopt(environ: Mapping[str, str]) -> None:
+    """Make `environ` the whole environment of this process: for a rank that was forked, not started."""
+    os.environ.clear()
+    os.environ.update(environ)
+
+
+def expand_hosts(text: str) -> tuple[str, ...]:
+    """Return the hosts of a SLURM node list such as "n[0-2,07],x", in its order."""
+    hosts = [host for word in _words(text) for host in _expand(word, text)]
+    if not hosts:
+        raise EnvironmentVariablesError(f"SLURM's node list {text!r} names no host", fix="export MASTER_ADDR")
+    return tuple(hosts)
+
+
+def _own_cores() -> int:
+    # macOS has no affinity.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _from_torchrun(environ: Mapping[str, str]) -> Identity | None:
+    rank, size = _rank_and_size(environ, "RANK", "WORLD_SIZE")
+    if rank is None or size is None:
+        return None
+    slurm = _from_slurm(environ)
+    _compare_with_slurm(environ, rank, size, slurm)
+    addr, port = master_endpoint(environ)
+    source = "shardwise" if _OURS in environ else "torchrun"
+    identity = Identity(rank=rank, world_size=size, source=source, master_addr=addr, master_port=port)
+    local_rank = _number(environ, "LOCAL_RANK")
+    if local_rank is not None:
+        return _placed(identity, local_rank, environ)
+    if slurm is not None and slurm.world_size == size:
+        return replace(slurm, source="torchrun", master_addr=addr, master_port=port)
+    return replace(identity, local_rank=rank, local_world_size=size, local_rank_assumed=True)
+
+
+def _placed(identity: Identity, local_rank: int, environ: Mapping[str, str]) -> Identity:
+    """Return `identity` with its place on its node, as LOCAL_* and GROUP_* tell it."""
+    rank, size = identity.rank, identity.world_size
+    local_size = _number(environ, "LOCAL_WORLD_SIZE")
+    if local_size is None:
+        local_size = _number(environ, "LOCAL_SIZE")  # DeepSpeed's name for it
+    if local_size is None:
+        if local_rank != rank:
+            raise EnvironmentVariablesError(
+                f"RANK={rank} with LOCAL_RANK={local_rank} means several nodes, but LOCAL_WORLD_SIZE is not set",
+                fix="export LOCAL_WORLD_SIZE=<ranks on this node>",
+            )
+        local_size = size
+    if local_rank >= local_size:
+        raise EnvironmentVariablesError(
+            f"LOCAL_RANK={local_rank} is not below LOCAL_WORLD_SIZE={local_size}",
+            fix=f"use LOCAL_RANK 0 to {local_size - 1}",
+        )
+    if local_size > size:
+        raise EnvironmentVariablesError(
+            f"LOCAL_WORLD_SIZE={local_size} is more than WORLD_SIZE={size}",
+            fix="count the ranks of this node in LOCAL_WORLD_SIZE and those of all nodes in WORLD_SIZE",
+        )
+    node = _number(environ, "GROUP_RANK")
+    nodes = _number(environ, "GROUP_WORLD_SIZE")
+    return replace(
+        identity,
+        local_rank=local_rank,
+        local_world_size=local_size,
+        node_rank=rank // local_size if node is None else node,
+        num_nodes=-(-size // local_size) if nodes is None else nodes,
+    )
+
+
+def _compare_with_slurm(environ: Mapping[str, str], rank: int, size: int, slurm: Identity | None) -> None:
+    """Refuse torchrun's variables where the srun step around them has another shape."""
+    if slurm is None or slurm.world_size == 1:
+        return
+    tasks = slurm.world_size
+    agents = _number(environ, "GROUP_WORLD_SIZE")
+    if agents is not None and agents != tasks:
+        raise EnvironmentVariablesError(
+            f"SLURM started {tasks} tasks but torchrun counts {agents} agents",
+            fix=f"srun --ntasks={agents} torchrun ..., or torchrun --nnodes={tasks} with one rendezvous endpoint",
+        )
+    if agents is None and size != tasks:
+        raise EnvironmentVariablesError(
+            f"SLURM started {tasks} tasks but WORLD_SIZE={size}",
+            fix="unset RANK and WORLD_SIZE: SLURM's own variables are enough",
+        )
+    if agents is None and rank != slurm.rank:
+        raise EnvironmentVariablesError(
+            f"SLURM_PROCID={slurm.rank} but RANK={rank}",
+            fix="unset RANK and WORLD_SIZE: SLURM's own variables are enough",
+        )
+
+
+def _from_openmpi(environ: Mapping[str, str]) -> Identity | None:
+    rank, size = _rank_and_size(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    if rank is None or size is None:
+        return None
+    local_rank = _required(environ, "OMPI_COMM_WORLD_LOCAL_RANK")
+    local_size = _required(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
+    port = None if job is None else _port_of(job)
+    return _mpi_identity(environ, "openmpi", (rank, size), (local_rank, local_size), port)
+
+
+def _from_pmi(environ: Mapping[str, str]) -> Identity | None:
+    rank, size = _rank_and_size(environ, "PMI_RANK", "PMI_SIZE")
+    # srun --mpi=pmi2 sets PMI_RANK too, without Hydra's local variables: SLURM's own say more.
+    if rank is None or size is None or ("MPI_LOCALRANKID" not in environ and _in_srun_step(environ)):
+        return None
+    local_rank = _required(environ, "MPI_LOCALRANKID")
+    local_size = _required(environ, "MPI_LOCALNRANKS")
+    return _mpi_identity(environ, "pmi", (rank, size), (local_rank, local_size), _HYDRA_PORT)
+
+
+def _mpi_identity(
+    environ: Mapping[str, str], source: str, world: tuple[int, int], local: tuple[int, int], port: int | None
+) -> Identity:
+    (rank, size), (local_rank, local_size) = world, local
+    addr, given_port = master_endpoint(environ)
+    port = port if given_port is None else given_port
+    if addr is None and local_size < size:
+        raise EnvironmentVariablesError(
+            f"MPI started {size} ranks on several nodes, and MASTER_ADDR is not set",
+            fix="export MASTER_ADDR=<host of rank 0> and pass it on (mpirun -x MASTER_ADDR, mpiexec -genvlist)",
+        )
+    if port is None:
+        raise EnvironmentVariablesError(
+            f"MPI started {size} ranks without naming its job, and MASTER_PORT is not set",
+            fix="export MASTER_PORT=<a free port> and pass it on (mpirun -x MASTER_PORT)",
+        )
+    return Identity(
+        rank=rank,
+        world_size=size,
+        local_rank=local_rank,
+        local_world_size=local_size,
+        # mpirun and mpiexec fill one node after the other unless told to map otherwise.
+        node_rank=rank // local_size,
+        num_nodes=-(-size // local_size),
+        source=source,
+        master_addr=addr or _LOOPBACK,
+        master_port=port,
+    )
+
+
+def _in_srun_step(environ: Mapping[str, str]) -> bool:
+    step = _number(environ, "SLURM_STEP_ID")
+    return "SLURM_PROCID" in environ and step is not None and step < _FIRST_SPECIAL_STEP
+
+
+def _from_slurm(environ: Mapping[str, str]) -> Identity | None:
+    if not _in_srun_step(environ):
+        return None  # a batch or salloc shell has SLURM_PROCID=0 as well, and is no rank
+    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    rank, size = _rank_and_size(environ, "SLURM_PROCID", tasks)
+    if rank is None or size is None:
+        return None
+    node = _number(environ, "SLURM_NODEID") or 0
+    hosts = expand_hosts(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or _LOOPBACK)
+    addr, port = master_endpoint(environ)
+    job = f"{environ.get('SLURM_JOB_ID', '0')}.{environ['SLURM_STEP_ID']}"
+    return Identity(
+        rank=rank,
+        world_size=size,
+        local_rank=_required(environ, "SLURM_LOCALID"),
+        local_world_size=_tasks_on_node(environ, node, size, len(hosts)),
+        node_rank=node,
+        num_nodes=len(hosts),
+        source="slurm",
+        master_addr=addr or (_LOOPBACK if len(hosts) == 1 else hosts[0]),
+        master_port=_port_of(job) if port is None else port,
+    )
+
+
+def _tasks_on_node(environ: Mapping[str, str], node: int, size: int, nodes: int) -> int:
+    """Read SLURM's "2(x3),1": two tasks on each of three nodes, one on the next."""
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
+    counts = [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
+    return counts[node] if node < len(counts) else -(-size // nodes)
+
+
+_LAUNCHERS: tuple[Callable[[Mapping[str, str]], Identity | None], ...] = (
+    _from_torchrun,  # first: torchrun runs inside srun, never the reverse
+    _from_openmpi,  # before SLURM: mpirun starts its daemons by srun, and ranks inherit the daemons' SLURM_PROCID
+    _from_pmi,  # before SLURM, for the same reason
+    _from_slurm,
+)
+
+
+def _rank_and_size(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int | None, int | None]:
+    rank, size = _number(environ, rank_name), _number(environ, size_name)
+    if rank is None and size is None:
+        return None, None
+    if rank is None or size is None:
+        present, absent = (size_name, rank_name) if rank is None else (rank_name, size_name)
+        raise EnvironmentVariablesError(
+            f"{present}={environ[present]} is set but {absent} is not", fix=f"export {absent}, or unset {present}"
+        )
+    if size == 0:
+        raise EnvironmentVariablesError(f"{size_name}=0 leaves no rank", fix=f"use {size_name} of at least 1")
+    if rank >= size:
+        raise EnvironmentVariablesError(
+            f"{rank_name}={rank} is not below {size_name}={size}", fix=f"use {rank_name} 0 to {size - 1}"
+        )
+    return rank, size
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name)
+    if text is None or text == "":
+        return None
+    if not re.fullmatch(r"[0-9]+", text.strip()):
+        raise EnvironmentVariablesError(
+            f"{name}={text!r} is not a whole number of at least 0", fix=f"export or unset {name}"
+        )
+    return int(text)
+
+
+def _required(environ: Mapping[str, str], name: str) -> int:
+    number = _number(environ, name)
+    if number is None:
+        raise EnvironmentVariablesError(
+            f"{name} is not set beside the other variables of its launcher",
+            fix="export RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT yourself",
+        )
+    return number
+
+
+def _port_of(job: str) -> int:
+    return DERIVED_PORTS[zlib.crc32(job.encode()) % len(DERIVED_PORTS)]
+
+
+def _words(text: str) -> list[str]:
+    """Split at the commas outside brackets."""
+    return [word for word in re.split(r",(?![^\[]*\])", text.strip()) if word]
+
+
+def _expand(word: str, text: str) -> list[str]:
+    match = re.fullmatch(r"([^\[\]]*)\[([0-9,-]+)\](.*)", word)
+    if match is None:
+        if re.search(r"[\[\]\s]", word):
+            raise EnvironmentVariablesError(
+                f"SLURM's node list {text!r} has a part {word!r} that cannot be read", fix="export MASTER_ADDR"
+            )
+        return [word]
+    head, ranges, tail = match.groups()
+    numbers = [number for part in ranges.split(",") for number in _numbers(part, text)]
+    return [f"{head}{number}{rest}" for number in numbers for rest in (_expand(tail, text) if tail else [""])]
+
+
+def _numbers(part: str, text: str) -> list[str]:
+    """Return "07", "08", "09" for "07-09": as wide as the first is written."""
+    match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
+    if match is None:
+        raise EnvironmentVariablesError(
+            f"SLURM's node list {text!r} has a range {part!r} that cannot be read", fix="export MASTER_ADDR"
+        )
+    first, last = match[1], match[2] or match[1]
+    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]

@@ -1,0 +1,93 @@
+"""One family of errors: what was asked, what is true, what to type."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class ShardwiseError(Exception):
+    """A failure explained in one sentence: the fact, then the fix.
+
+    Plain arguments only, so that it survives pickling from a rank to its launcher.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, fact: str, *, fix: str = "") -> None:
+        super().__init__(fact, fix)
+        self.fact = fact
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return f"{self.fact}: {self.fix}" if self.fix else self.fact
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.fact, self.fix))
+
+
+class InputError(ShardwiseError):
+    """What the user typed or wrote cannot work; nothing was touched."""
+
+    exit_code = 2
+
+
+class EnvironmentVariablesError(InputError):
+    """Environment variables that are missing, malformed or contradict each other."""
+
+
+class LayoutError(InputError):
+    """A cut of the world that does not fit the number of ranks."""
+
+
+class JobError(InputError):
+    """A job file, or a value inside a Job, that cannot be trained."""
+
+
+class PlanError(InputError):
+    """A plan that contradicts itself, the job or the world."""
+
+
+class WorldError(InputError):
+    """A process group that cannot be started as asked."""
+
+
+class DataError(InputError):
+    """A dataset that is missing, unreadable or unfit."""
+
+
+class LaunchError(InputError):
+    """Processes that cannot be started as asked."""
+
+
+class MissingExtraError(InputError):
+    """A feature whose optional dependency is not installed."""
+
+    @classmethod
+    def of(cls, feature: str, extra: str) -> MissingExtraError:
+        """Name the feature and the pip line that brings it."""
+        return cls(f"{feature} needs the extra [{extra}]", fix=f"pip install 'shardwise[{extra}]'")
+
+
+class TrainingError(ShardwiseError):
+    """Training started and could not go on."""
+
+
+class RankFailedError(ShardwiseError):
+    """A rank of a launched world failed; carries its own words."""
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """Return advice naming the choice that `name` was probably meant to be."""
+    known = sorted(choices)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"choose one of {', '.join(known)}"
+
+
+def _rebuild(kind: type[ShardwiseError], fact: str, fix: str) -> ShardwiseError:
+    return kind(fact, fix=fix)

@@ -1,0 +1,5 @@
+"""What this machine has: GPUs through NVML, cores through the kernel; no torch."""
+
+from shardwise.hardware.probe import Gpu, probe_gpus, usable_cores
+
+__all__ = ["Gpu", "probe_gpus", "usable_cores"]

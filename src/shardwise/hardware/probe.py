@@ -1,0 +1,126 @@
+"""Probing this machine: GPUs through NVML without touching CUDA, cores through affinity and cgroup quota."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pynvml
+
+from shardwise.environment import visible_cuda_devices
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU as the driver describes it."""
+
+    index: int
+    """Its place in NVML's order, which is that of the PCI bus, whatever CUDA_VISIBLE_DEVICES says."""
+    name: str
+    memory_bytes: int
+    compute_capability: tuple[int, int]
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether bf16 runs in hardware: Ampere and newer."""
+        return self.compute_capability >= (8, 0)
+
+
+def probe_gpus() -> tuple[Gpu, ...]:
+    """Return the GPUs that CUDA would see, in its order, without starting CUDA; none without a driver.
+
+    Slices of a GPU (MIG) are not listed.
+    """
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        count = pynvml.nvmlDeviceGetCount()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+        uuids = tuple(pynvml.nvmlDeviceGetUUID(handle) for handle in handles)
+        return tuple(_describe(index, handles[index]) for index in select_visible(uuids, visible_cuda_devices()))
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def select_visible(uuids: tuple[str, ...], visible: tuple[str, ...] | None) -> tuple[int, ...]:
+    """Return the indices into `uuids` that `visible` names by index or by the start of a UUID, in its order."""
+    if visible is None:
+        return tuple(range(len(uuids)))
+    chosen = []
+    for entry in visible:
+        if entry.isdecimal():
+            matches = [int(entry)] if int(entry) < len(uuids) else []
+        else:
+            matches = [index for index, uuid in enumerate(uuids) if uuid.startswith(entry)]
+        if len(matches) != 1:
+            break  # CUDA, too, ignores everything from the first entry that names no single device
+        chosen.append(matches[0])
+    return tuple(chosen)
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may keep busy: affinity, cut to the cgroup's quota; at least 1."""
+    # macOS has no affinity.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    membership = _MEMBERSHIP.read_text() if _MEMBERSHIP.exists() else ""
+    quota = cgroup_quota(_CGROUPS, membership)
+    return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def cgroup_quota(root: Path, membership: str) -> float | None:
+    """Return the smallest CPU quota, in cores, on the way from this process's cgroup to the root.
+
+    `membership` is the text of /proc/self/cgroup; both versions of cgroups are read.
+    """
+    quotas = [quota for folder in _cgroup_folders(root, membership) for quota in _quotas(folder)]
+    return min(quotas, default=None)
+
+
+def _cgroup_folders(root: Path, membership: str) -> Iterator[Path]:
+    for line in membership.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / controllers if controllers else root
+        # A container sees its own group as the root, yet may be told the host's path: folders that
+        # are not there are passed over.
+        here = top / path.lstrip("/")
+        yield here
+        while here != top:
+            here = here.parent
+            yield here
+
+
+def _quotas(folder: Path) -> Iterator[float]:
+    words = _read(folder / "cpu.max").split()
+    if len(words) == 2 and words[0] != "max":
+        yield int(words[0]) / int(words[1])
+    quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+    if quota and period and int(quota) > 0:
+        yield int(quota) / int(period)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _describe(index: int, handle: Any) -> Gpu:
+    return Gpu(
+        index=index,
+        name=pynvml.nvmlDeviceGetName(handle),
+        memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+        compute_capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
+    )

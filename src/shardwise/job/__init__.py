@@ -1,0 +1,7 @@
+"""What to train: the Job, its loss, optimizer and schedule, and how a job file is loaded."""
+
+from shardwise.job.job import Job
+from shardwise.job.load import JobReference, load_job, refer
+from shardwise.job.loss import Loss, Metric
+
+__all__ = ["Job", "JobReference", "Loss", "Metric", "load_job", "refer"]

@@ -1,0 +1,108 @@
+"""The Job: what to train, with no word about ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import JobError
+from shardwise.job.loss import Loss, Metric
+from shardwise.job.schedules import Constant, Schedule
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.data import Dataset
+
+    from shardwise.job.optimizers import OptimizerFactory
+
+LENGTHS = ("epochs", "steps", "tokens")
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """Run the model on a batch: a dict as keyword arguments, of a tuple all but the last entry (the target)."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch[:-1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to train: model, data, loss, optimizer, global batch and length."""
+
+    model: Callable[[], nn.Module]
+    """Makes the model; called on every rank after seeding."""
+    data: Callable[[str], Dataset[Any] | None]
+    """Split name ("train", "test") to dataset; None for a split it does not have."""
+    loss: Loss
+    optimizer: OptimizerFactory
+    batch_size: int
+    """Samples per optimizer step over the whole world; micro-batch and accumulation are the plan's."""
+    epochs: int | None = None
+    steps: int | None = None
+    tokens: int | None = None
+    """Length: exactly one of epochs, optimizer steps, or tokens (things the loss counts)."""
+    forward: Callable[[nn.Module, Any], Any] = call_model
+    """(model, batch) -> output."""
+    weights: str | None = None
+    """A torch state dict to start from."""
+    schedule: Schedule = field(default_factory=Constant)
+    clip_norm: float | None = None
+    """Largest norm of the whole gradient; None leaves it alone."""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    on_step: Callable[[Any], None] | None = None
+    """Called on every rank with each StepReport."""
+    collate: Callable[[list[Any]], Any] | None = None
+    """Samples to batch; None is torch's own."""
+    num_workers: int = 0
+    """DataLoader processes per rank."""
+    seed: int = 0
+    lora: None = None
+    """Reserved for adapters."""
+
+    def __post_init__(self) -> None:
+        for name in ("model", "data", "optimizer", "forward", "schedule"):
+            if not callable(getattr(self, name)):
+                raise JobError(f"Job.{name} is {getattr(self, name)!r}, not callable", fix=_CALLABLES[name])
+        if not isinstance(self.loss, Loss):
+            raise JobError(
+                f"Job.loss is {self.loss!r}",
+                fix="give sw.losses.cross_entropy or sw.Loss(sum=..., count=...)",
+            )
+        _check_whole("batch_size", self.batch_size, least=1)
+        _check_whole("seed", self.seed, least=0)
+        _check_whole("num_workers", self.num_workers, least=0)
+        self._check_length()
+        if self.clip_norm is not None and not _positive(self.clip_norm):
+            raise JobError(f"Job.clip_norm is {self.clip_norm!r}", fix="give a number above 0, or None")
+        for name, metric in self.metrics.items():
+            if not isinstance(metric, Metric):
+                raise JobError(f"Job.metrics[{name!r}] is {metric!r}", fix="give sw.Metric(sum=..., count=...)")
+        if self.lora is not None:
+            raise JobError("Job.lora is not built yet", fix="leave it out")
+
+    def _check_length(self) -> None:
+        given = [name for name in LENGTHS if getattr(self, name) is not None]
+        if len(given) != 1:
+            said = " and ".join(given) or "no length"
+            raise JobError(f"the job gives {said}", fix="give exactly one of epochs=, steps=, tokens=")
+        _check_whole(given[0], getattr(self, given[0]), least=1)
+
+
+_CALLABLES = {
+    "model": "give a function that makes the model, such as lambda: Net()",
+    "data": "give a function from a split name to a dataset, such as sw.datasets.digits",
+    "optimizer": "give a factory such as sw.adamw(lr=1e-3)",
+    "forward": "give a function (model, batch) -> output",
+    "schedule": "give a function (step, total) -> factor, such as sw.schedules.Cosine()",
+}
+
+
+def _check_whole(name: str, value: object, *, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise JobError(f"Job.{name} is {value!r}", fix=f"give a whole number of at least {least}")
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0

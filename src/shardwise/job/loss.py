@@ -1,0 +1,51 @@
+"""Losses and metrics as a sum over a batch and the count it is divided by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shardwise.errors import JobError
+
+Count = Callable[[Any], Any] | Literal["samples"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A mean over a dataset: the sum over a batch, and what it counts.
+
+    `sum(output, batch)` returns a scalar tensor, the plain sum over all rows of the batch.
+    `count(batch)` returns how many things that sum covers (tokens that are not padding, say); it never sees the
+    output, so that the count of all ranks is known before the forward pass. "samples" counts rows and needs
+    no communication.
+    """
+
+    sum: Callable[[Any, Any], Any]
+    count: Count = "samples"
+
+    def __post_init__(self) -> None:
+        if not callable(self.sum):
+            raise JobError(
+                f"{type(self).__name__}.sum is {self.sum!r}", fix="give a function (output, batch) -> scalar"
+            )
+        if self.count != "samples" and not callable(self.count):
+            raise JobError(
+                f"{type(self).__name__}.count is {self.count!r}",
+                fix='give a function (batch) -> int, or "samples"',
+            )
+
+    def count_of(self, batch: Any, rows: int) -> int:
+        """Return the count of a batch whose real rows are `rows`."""
+        return rows if isinstance(self.count, str) else int(self.count(batch))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss(Metric):
+    """What training minimises: `sum / count` over the global batch, whatever the number of ranks."""
+
+    by_row: bool = True
+    """Whether outputs have one entry per row, so that filler rows can be cut off before the sum.
+
+    False for models that return a finished mean: they always get exactly the real rows.
+    """

@@ -1,0 +1,83 @@
+"""Learning-rate schedules: a factor on each group's own rate, counted in optimizer steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardwise.errors import JobError
+
+Schedule = Callable[[int, int], float]
+"""(step, total steps) -> factor; step counts from 0 and never depends on the number of ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant:
+    """The same rate throughout, after an optional linear warm-up."""
+
+    warmup: float = 0
+    """Steps, or below 1 a share of all steps."""
+
+    def __post_init__(self) -> None:
+        _check_warmup(self.warmup)
+
+    def __call__(self, step: int, total: int) -> float:
+        """Return the factor at `step`."""
+        return min(1.0, _warmup(self.warmup, step, total))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosine:
+    """Linear warm-up, then half a cosine down to `floor`."""
+
+    warmup: float = 0
+    """Steps, or below 1 a share of all steps."""
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_warmup(self.warmup)
+
+    def __call__(self, step: int, total: int) -> float:
+        """Return the factor at `step`."""
+        rising = _warmup(self.warmup, step, total)
+        if rising < 1:
+            return rising
+        return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * _progress(self.warmup, step, total)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """Linear warm-up, then a straight line down to `floor`."""
+
+    warmup: float = 0
+    """Steps, or below 1 a share of all steps."""
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_warmup(self.warmup)
+
+    def __call__(self, step: int, total: int) -> float:
+        """Return the factor at `step`."""
+        rising = _warmup(self.warmup, step, total)
+        return rising if rising < 1 else 1 - (1 - self.floor) * _progress(self.warmup, step, total)
+
+
+def _warmup_steps(warmup: float, total: int) -> int:
+    return round(warmup * total) if warmup < 1 else int(warmup)
+
+
+def _warmup(warmup: float, step: int, total: int) -> float:
+    steps = _warmup_steps(warmup, total)
+    return (step + 1) / (steps + 1) if step < steps else 1.0
+
+
+def _progress(warmup: float, step: int, total: int) -> float:
+    """Share of the way from the end of the warm-up to the last step, 0 to 1."""
+    steps = _warmup_steps(warmup, total)
+    return min(1.0, (step - steps) / max(1, total - 1 - steps))
+
+
+def _check_warmup(warmup: float) -> None:
+    if not (isinstance(warmup, int | float) and math.isfinite(warmup) and warmup >= 0):
+        raise JobError(f"schedule warmup is {warmup!r}", fix="give steps, or a share of all steps below 1")

@@ -1,0 +1,98 @@
+"""Running a function on forked ranks: one import of torch serves them all."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.environment import adopt, rank_environment
+from shardwise.errors import RankFailedError
+from shardwise.launch.policy import root_cause
+from shardwise.launch.processes import RankProcess, start_fork
+from shardwise.launch.supervise import Outcome, supervise
+from shardwise.run.exitcodes import INTERRUPTED, describe_exit
+from shardwise.run.failure import describe_failure, write_failure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_DUMP_S = 0.3
+"""Time for a stuck rank to write its stacks before it is killed."""
+
+
+def run_forked(body: Callable[[int], Any], nproc: int, *, timeout_s: float) -> list[Any]:
+    """Run `body(rank)` in `nproc` forks of this process and return the results by rank.
+
+    The first failing rank's exception is raised here, with its traceback as a note. Results and exceptions
+    travel by pickle; closures need not.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
+        folder = Path(name)
+        processes = [
+            start_fork(rank, lambda rank=rank: _child(body, rank, nproc, folder))  # type: ignore[misc]
+            for rank in range(nproc)
+        ]
+        outcome = supervise(
+            processes,
+            failure_path=lambda rank: folder / f"{rank}.json",
+            timeout_s=timeout_s,
+            before_kill=_dump_stacks,
+        )
+        _raise_if_failed(outcome, folder, timeout_s)
+        return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(nproc)]  # noqa: S301 - our own child wrote it
+
+
+def _child(body: Callable[[int], Any], rank: int, nproc: int, folder: Path) -> int:
+    adopt(rank_environment(rank=rank, world_size=nproc, local_rank=rank, local_world_size=nproc))
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        # OMP's threads did not survive the fork: a first parallel region in the child would wait for them.
+        torch.set_num_threads(1)
+    with (folder / f"{rank}.stacks").open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        result = folder / f"{rank}.pickle"
+        try:
+            result.write_bytes(pickle.dumps(body(rank)))
+        except BaseException as error:  # noqa: BLE001 - handed to the parent, which raises it
+            write_failure(folder / f"{rank}.json", describe_failure(error, rank))
+            result.write_bytes(_portable(error))
+            return 1
+    return 0
+
+
+def _portable(error: BaseException) -> bytes:
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)  # noqa: S301 - our own bytes: some exceptions pickle but do not unpickle
+    except Exception:  # noqa: BLE001 - any class may break in any way here
+        return pickle.dumps(RankFailedError(f"{type(error).__name__}: {error}"))
+    return data
+
+
+def _dump_stacks(process: RankProcess) -> None:
+    os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(_DUMP_S)
+
+
+def _raise_if_failed(outcome: Outcome, folder: Path, timeout_s: float) -> None:
+    if outcome.interrupted:
+        raise KeyboardInterrupt(INTERRUPTED)
+    if outcome.timed_out:
+        stacks = "\n".join(f"rank {rank}:\n{(folder / f'{rank}.stacks').read_text()}" for rank in outcome.timed_out)
+        ranks = ", ".join(map(str, outcome.timed_out))
+        raise RankFailedError(f"ranks {ranks} were still running after {timeout_s:g} s\n{stacks}")
+    cause = root_cause(outcome.exits)
+    if cause is None:
+        return
+    if cause.failure is None:
+        raise RankFailedError(f"rank {cause.rank} ended with {describe_exit(cause.returncode)}")
+    error = pickle.loads((folder / f"{cause.rank}.pickle").read_bytes())  # noqa: S301 - our own child wrote it
+    error.add_note(f"on rank {cause.rank}:\n{cause.failure.traceback}")
+    raise error

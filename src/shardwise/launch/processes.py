@@ -1,0 +1,91 @@
+"""Processes of one machine's ranks: started by exec or fork, and never outliving their launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+class RankProcess:
+    """One running rank: its process group, and how it ended."""
+
+    def __init__(self, rank: int, pid: int, popen: subprocess.Popen[bytes] | None = None) -> None:
+        self.rank = rank
+        self.pid = pid
+        self._popen = popen
+        self._returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code once it ended (negative: signal), else None."""
+        if self._popen is not None:
+            return self._popen.poll()
+        if self._returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._returncode = os.waitstatus_to_exitcode(status)
+        return self._returncode
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the rank and to whatever it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+
+def start_program(rank: int, argv: Sequence[str], environ: Mapping[str, str], log: Path) -> RankProcess:
+    """Start a program as one rank, in its own process group, with its output in `log`."""
+    with log.open("ab") as output:
+        popen = subprocess.Popen(
+            list(argv),
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return RankProcess(rank, popen.pid, popen)
+
+
+def start_fork(rank: int, body: Callable[[], int]) -> RankProcess:
+    """Fork this process; the child runs `body` and exits with what it returns."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        with contextlib.suppress(PermissionError, ProcessLookupError):
+            os.setpgid(pid, pid)  # also done by the child: whichever comes first
+        return RankProcess(rank, pid)
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        die_with_parent(parent)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        code = body()
+    except BaseException:  # noqa: BLE001 - the child must end here, whatever happened
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent dies (Linux; elsewhere the launcher's stop is all)."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died between our start and the call above
+        os._exit(1)

@@ -1,0 +1,167 @@
+"""The supervisor: waits for ranks, and when one fails stops them all together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from shardwise.launch.policy import RankExit
+from shardwise.run.failure import read_failure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+    from types import FrameType
+
+    from shardwise.launch.processes import RankProcess
+
+TICK_S = 0.1
+SETTLE_S = 0.5
+"""After the first failure the others get this long to end by themselves: the root cause may be seen second."""
+GRACE_S = 5.0
+"""Between SIGTERM and SIGKILL."""
+
+
+class Observer(Protocol):
+    """Something that looks on while ranks run: a progress view, later a hang detector."""
+
+    def tick(self) -> None:
+        """Look now; called about ten times a second and once after the last rank ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a world of ranks ended."""
+
+    exits: tuple[RankExit, ...]
+    interrupted: int = 0
+    """Signal that asked the launcher to stop; 0 for none."""
+    timed_out: tuple[int, ...] = ()
+    """Ranks that were still running at the time limit."""
+
+
+@dataclass
+class _Watch:
+    """What the supervisor knows while it waits."""
+
+    running: dict[int, RankProcess]
+    exits: list[RankExit] = field(default_factory=list)
+    signals: list[int] = field(default_factory=list)
+    stopping_since: float | None = None
+    first_failure_at: float | None = None
+    killed: bool = False
+
+
+def supervise(
+    processes: Sequence[RankProcess],
+    *,
+    failure_path: Callable[[int], Path],
+    observers: Sequence[Observer] = (),
+    timeout_s: float | None = None,
+    before_kill: Callable[[RankProcess], None] | None = None,
+) -> Outcome:
+    """Wait for all ranks; after a failure, a signal or the time limit, stop every rank and reap it."""
+    watch = _Watch({process.rank: process for process in processes})
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    timed_out: tuple[int, ...] = ()
+    with _wakeups(processes) as wait, _caught_signals(watch.signals):
+        while watch.running:
+            wait(TICK_S)
+            now = time.monotonic()
+            _reap(watch, now, failure_path)
+            for observer in observers:
+                observer.tick()
+            if deadline is not None and now > deadline and watch.running and not timed_out:
+                timed_out = tuple(sorted(watch.running))
+                for process in watch.running.values():
+                    if before_kill is not None:
+                        before_kill(process)
+                _kill(watch)
+            _stop_if_needed(watch, now)
+    exits = tuple(sorted(watch.exits, key=lambda exit_: exit_.rank))
+    interrupted = watch.signals[0] if watch.signals else 0
+    return Outcome(exits=exits, interrupted=interrupted, timed_out=timed_out)
+
+
+def _reap(watch: _Watch, now: float, failure_path: Callable[[int], Path]) -> None:
+    for rank, process in list(watch.running.items()):
+        returncode = process.poll()
+        if returncode is None:
+            continue
+        del watch.running[rank]
+        process.signal(signal.SIGKILL)  # whatever it started and left behind in its process group
+        exit_ = RankExit(
+            rank=rank,
+            returncode=returncode,
+            failure=read_failure(failure_path(rank)),
+            stopped=watch.stopping_since is not None,
+            at=now,
+        )
+        watch.exits.append(exit_)
+        if exit_.failed and watch.first_failure_at is None:
+            watch.first_failure_at = now
+
+
+def _stop_if_needed(watch: _Watch, now: float) -> None:
+    """Stop in three steps: settle, SIGTERM, SIGKILL. A second signal from the user skips to the last."""
+    if watch.stopping_since is None:
+        failed_long_ago = watch.first_failure_at is not None and now - watch.first_failure_at > SETTLE_S
+        if watch.signals or failed_long_ago:
+            watch.stopping_since = now
+            for process in watch.running.values():
+                process.signal(signal.SIGTERM)
+    elif not watch.killed and (now - watch.stopping_since > GRACE_S or len(watch.signals) > 1):
+        _kill(watch)
+
+
+def _kill(watch: _Watch) -> None:
+    watch.killed = True
+    watch.stopping_since = watch.stopping_since or time.monotonic()
+    for process in watch.running.values():
+        process.signal(signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _wakeups(processes: Sequence[RankProcess]) -> Iterator[Callable[[float], object]]:
+    """Yield a wait that returns at once when a rank ends (pidfd, Linux), else after the time given."""
+    if not hasattr(os, "pidfd_open"):
+        yield time.sleep
+        return
+    with selectors.DefaultSelector() as selector:
+        descriptors = [os.pidfd_open(process.pid) for process in processes]
+        for descriptor in descriptors:
+            selector.register(descriptor, selectors.EVENT_READ)
+
+        def wait(timeout_s: float) -> None:
+            for key, _ in selector.select(timeout_s):
+                selector.unregister(key.fd)
+
+        try:
+            yield wait
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _caught_signals(seen: list[int]) -> Iterator[None]:
+    """Collect SIGINT, SIGTERM and SIGHUP instead of dying from them with ranks still running."""
+
+    def remember(number: int, _frame: FrameType | None) -> None:
+        seen.append(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    try:
+        before = {number: signal.signal(number, remember) for number in numbers}
+    except ValueError:  # not the main thread: signals go to somebody else
+        before = {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

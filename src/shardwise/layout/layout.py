@@ -1,0 +1,114 @@
+"""The layout: degrees per axis, rank to coordinate and back, groups along an axis."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, fields
+
+from shardwise.errors import LayoutError, nearest
+
+AXES = ("pp", "replicate", "shard", "cp", "tp")
+"""Outermost first: neighbours along tp hold neighbouring ranks, so that they share the fastest link."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coordinate:
+    """Where one rank stands on each axis."""
+
+    pp: int = 0
+    replicate: int = 0
+    shard: int = 0
+    cp: int = 0
+    tp: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How one world of ranks is cut along each axis."""
+
+    pp: int = 1
+    """Pipeline stages. 1 means no pipeline."""
+    replicate: int = 1
+    """Copies of the (possibly sharded) model, each on other samples."""
+    shard: int = 1
+    """Ranks over which parameters, gradients or optimizer states are cut, each on other samples."""
+    cp: int = 1
+    """Ranks that share one sequence."""
+    tp: int = 1
+    """Ranks that share one matrix."""
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            degree = getattr(self, axis)
+            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+                raise LayoutError(f"layout axis {axis} is {degree!r}", fix="use a whole number of at least 1")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks this layout needs."""
+        return math.prod(self.degrees)
+
+    @property
+    def dp(self) -> int:
+        """Ranks that read different samples: replicate x shard."""
+        return self.replicate * self.shard
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Degrees in the order of AXES."""
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Return where `rank` stands."""
+        if not 0 <= rank < self.world_size:
+            raise LayoutError(f"rank {rank} is outside layout {self}", fix=f"use 0 to {self.world_size - 1}")
+        places = {}
+        for axis, degree in zip(reversed(AXES), reversed(self.degrees), strict=True):
+            rank, places[axis] = divmod(rank, degree)
+        return Coordinate(**places)
+
+    def rank(self, coordinate: Coordinate) -> int:
+        """Return the rank that stands at `coordinate`."""
+        rank = 0
+        for axis, degree in zip(AXES, self.degrees, strict=True):
+            rank = rank * degree + getattr(coordinate, axis)
+        return rank
+
+    def data_index(self, rank: int) -> int:
+        """Return which of the `dp` readers of samples `rank` is; tp, pp and cp peers share one."""
+        place = self.coordinate(rank)
+        return place.replicate * self.shard + place.shard
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """Return every group of ranks that differ only along `axis`, each in order."""
+        if axis not in AXES:
+            raise LayoutError(f"layout has no axis {axis!r}", fix=nearest(axis, AXES))
+        inner = math.prod(self.degrees[AXES.index(axis) + 1 :])
+        degree = getattr(self, axis)
+        starts = (block + offset for block in range(0, self.world_size, inner * degree) for offset in range(inner))
+        return tuple(tuple(start + step * inner for step in range(degree)) for start in starts)
+
+    def __str__(self) -> str:
+        parts = [f"{axis}{degree}" for axis, degree in zip(AXES, self.degrees, strict=True) if degree > 1]
+        return ".".join(parts) or "one"
+
+
+def parse_layout(text: str) -> Layout:
+    """Read the form that `str(layout)` writes, such as "pp2.shard2.tp2"."""
+    degrees: dict[str, int] = {}
+    for part in [] if text == "one" else text.split("."):
+        match = re.fullmatch(r"([a-z]+)([0-9]+)", part)
+        if match is None:
+            raise LayoutError(
+                f"layout {text!r} has a part {part!r}", fix="write axis and degree, such as pp2.shard2.tp2"
+            )
+        axis, degree = match[1], int(match[2])
+        if axis == "ep":
+            raise LayoutError("layout axis ep (expert parallel) is reserved", fix=f"use only {', '.join(AXES)}")
+        if axis not in {field.name for field in fields(Layout)}:
+            raise LayoutError(f"layout {text!r} names an unknown axis {axis!r}", fix=nearest(axis, AXES))
+        if axis in degrees:
+            raise LayoutError(f"layout {text!r} names axis {axis} twice", fix="name each axis once")
+        degrees[axis] = degree
+    return Layout(**degrees)

@@ -1,0 +1,146 @@
+"""The shape of a decoder, and the published sizes by name (pure data, no torch)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+from shardwise.errors import JobError, nearest
+
+FAMILIES = ("gpt2", "llama")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """The shape of one decoder: everything that decides its parameters and its arithmetic."""
+
+    family: Literal["gpt2", "llama"]
+    """gpt2: learned positions, LayerNorm, GELU, biases. llama: rotary, RMSNorm, SwiGLU, no biases."""
+    vocab_size: int
+    context: int
+    """Longest sequence in tokens."""
+    width: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    """Heads of keys and values, shared by groups of query heads. None means num_heads."""
+    mlp_width: int | None = None
+    """Hidden width of the feed-forward part. None means 4 x width."""
+    tie_head: bool = False
+    """Whether the output projection is the token embedding."""
+    norm_eps: float = 1e-5
+    rope_base: float = 10_000.0
+    """Slowest wavelength of the rotary positions, over 2 pi (llama only)."""
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise JobError(f"decoder has no family {self.family!r}", fix=nearest(str(self.family), FAMILIES))
+        for name in ("vocab_size", "context", "width", "num_layers", "num_heads", "kv_heads", "hidden_width"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise JobError(f"decoder {name} is {value!r}", fix="use a whole number of at least 1")
+        if self.width % self.num_heads:
+            raise JobError(
+                f"decoder width {self.width} does not divide into {self.num_heads} heads",
+                fix=f"use width={-(-self.width // self.num_heads) * self.num_heads}",
+            )
+        if self.num_heads % self.kv_heads:
+            raise JobError(
+                f"decoder num_heads {self.num_heads} does not divide into {self.kv_heads} groups",
+                fix="use a num_kv_heads that divides num_heads",
+            )
+        if self.family == "llama" and self.head_width % 2:
+            raise JobError(
+                f"decoder heads are {self.head_width} wide, rotary positions turn pairs",
+                fix="use an even width / num_heads",
+            )
+
+    @property
+    def head_width(self) -> int:
+        """Width of one attention head."""
+        return self.width // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values, resolved."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def hidden_width(self) -> int:
+        """Hidden width of the feed-forward part, resolved."""
+        return 4 * self.width if self.mlp_width is None else self.mlp_width
+
+
+def decoder_config(name: str, **overrides: object) -> DecoderConfig:
+    """Return a published size by name, with single fields replaced."""
+    if name not in SIZES:
+        raise JobError(f"there is no decoder {name!r}", fix=nearest(str(name), SIZES))
+    return override(SIZES[name], **overrides)
+
+
+def override(config: DecoderConfig, **overrides: object) -> DecoderConfig:
+    """Return the config with single fields replaced; unknown names are refused."""
+    known = [field.name for field in fields(DecoderConfig)]
+    for key in overrides:
+        if key not in known:
+            raise JobError(f"a decoder has no {key!r}", fix=nearest(key, known))
+    return replace(config, **overrides)  # type: ignore[arg-type]  # __post_init__ checks the values
+
+
+def _gpt2(
+    num_layers: int, width: int, num_heads: int, *, vocab_size: int = 50_257, context: int = 1024
+) -> DecoderConfig:
+    return DecoderConfig(
+        family="gpt2",
+        vocab_size=vocab_size,
+        context=context,
+        width=width,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        tie_head=True,
+    )
+
+
+def _llama2(num_layers: int, width: int, num_heads: int, num_kv_heads: int, mlp_width: int) -> DecoderConfig:
+    return DecoderConfig(
+        family="llama",
+        vocab_size=32_000,
+        context=4096,
+        width=width,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        mlp_width=mlp_width,
+    )
+
+
+def _llama3(num_layers: int, width: int, num_heads: int, mlp_width: int) -> DecoderConfig:
+    return DecoderConfig(
+        family="llama",
+        vocab_size=128_256,
+        context=8192,  # the context of pre-training; 3.1 stretches the rotary positions to 131,072 afterwards
+        width=width,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=8,
+        mlp_width=mlp_width,
+        rope_base=500_000.0,
+    )
+
+
+# Sources: Radford et al. 2019 (GPT-2), Touvron et al. 2023 (Llama 2), Llama team 2024 (Llama 3), and the
+# configurations published with the weights.
+SIZES: dict[str, DecoderConfig] = {
+    "gpt2-tiny": _gpt2(2, 64, 4, vocab_size=256, context=128),
+    "gpt2": _gpt2(12, 768, 12),
+    "gpt2-medium": _gpt2(24, 1024, 16),
+    "gpt2-large": _gpt2(36, 1280, 20),
+    "gpt2-xl": _gpt2(48, 1600, 25),
+    "llama-tiny": replace(_llama2(2, 64, 4, 2, 176), vocab_size=256, context=128),
+    "llama-7b": _llama2(32, 4096, 32, 32, 11_008),
+    "llama-13b": _llama2(40, 5120, 40, 40, 13_824),
+    "llama-70b": _llama2(80, 8192, 64, 8, 28_672),
+    "llama3-8b": _llama3(32, 4096, 32, 14_336),
+    "llama3-70b": _llama3(80, 8192, 64, 28_672),
+    "llama3-405b": _llama3(126, 16_384, 128, 53_248),
+}

@@ -1,0 +1,1 @@
+"""One technique of parallelism per file; apply.py holds their order."""

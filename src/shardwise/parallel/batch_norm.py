@@ -1,0 +1,152 @@
+"""Batch norm that is exact under data parallelism: over all readers, uneven shards, any backend, no filler rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class BatchNorm(_BatchNorm):
+    """Batch norm whose statistics cover the real rows of all ranks in `group`; None covers this rank's alone.
+
+    torch's SyncBatchNorm refuses CPU modules and counts filler rows; this one does neither.
+    """
+
+    group: dist.ProcessGroup | None = None
+    real_rows: int | None = None
+    """Real rows of the next input, first in the batch; None means all. Set by the step before each forward."""
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - the name is torch's
+        if input.dim() < 2:
+            raise ValueError(f"batch norm needs at least 2 dimensions, got {input.dim()}")
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
+        """Normalise; in training, communicates over `group`."""
+        self._check_input_dim(input)
+        if not self.training and self.running_mean is not None:
+            return self._with(input, self.running_mean, self.running_var)
+        rows = input.shape[0] if self.real_rows is None else self.real_rows
+        if self.group is None and rows == input.shape[0]:
+            return super().forward(input)
+        output, mean, var, count = _SharedNorm.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, self.eps, rows, self.group
+        )
+        if rows or self.group is not None:
+            self._track(mean, var, count)
+        return output  # type: ignore[no-any-return]
+
+    def _with(self, value: Tensor, mean: Tensor | None, var: Tensor | None) -> Tensor:
+        return functional.batch_norm(value, mean, var, self.weight, self.bias, training=False, eps=self.eps)
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
+        """Move the running statistics; the variance is the unbiased one, as in torch."""
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        weight = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        unbiased = var * (count / (count - 1).clamp(min=1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), weight)
+
+
+class _SharedNorm(torch.autograd.Function):
+    """Normalises with statistics over the real rows of a group: one all_gather forward, one all_reduce backward."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd functions take no keywords
+        ctx: Any, value: Tensor, weight: Tensor, bias: Tensor, eps: float, rows: int, group: dist.ProcessGroup | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        mean, var, count = _statistics(value[:rows], group)
+        output = functional.batch_norm(value, mean, var, weight, bias, training=False, eps=eps)
+        ctx.save_for_backward(value, weight, mean, torch.rsqrt(var + eps), count)
+        ctx.rows, ctx.group = rows, group
+        ctx.mark_non_differentiable(mean, var, count)
+        return output, mean, var, count
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        value, weight, mean, inv_std, count = ctx.saved_tensors
+        over, shape = _reduced(value), _broadcast(value)
+        real, grad_real = value[: ctx.rows], grad[: ctx.rows].to(mean.dtype)
+        centred = real.to(mean.dtype) - mean.view(shape)
+        grad_sum, grad_centred = grad_real.sum(over), (grad_real * centred).sum(over)
+        grad_weight, grad_bias = grad_centred * inv_std, grad_sum  # this rank's share: the gradient sync adds them up
+        if ctx.group is not None:
+            both = torch.stack([grad_sum, grad_centred])
+            dist.all_reduce(both, group=ctx.group)
+            grad_sum, grad_centred = both[0], both[1]
+        scale = inv_std if weight is None else inv_std * weight
+        grad_value = torch.zeros_like(value)  # filler rows get none
+        grad_value[: ctx.rows] = scale.view(shape) * (
+            grad_real - (grad_sum / count).view(shape) - centred * (inv_std.square() * grad_centred / count).view(shape)
+        )
+        if weight is None:
+            return grad_value, None, None, None, None, None
+        return grad_value, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None, None
+
+
+def _statistics(real: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, biased variance and count per channel over a group; communicates over `group`.
+
+    Ranks hand in mean and variance of their own rows, combined by Chan's formula: no cancellation of large sums.
+    """
+    dtype = torch.float64 if real.dtype == torch.float64 else torch.float32
+    count = real.new_tensor([real.numel() // real.shape[1] if real.shape[0] else 0], dtype=dtype)
+    if real.shape[0]:
+        var, mean = torch.var_mean(real.to(dtype), _reduced(real), correction=0)
+    else:
+        mean = var = torch.zeros(real.shape[1], dtype=dtype, device=real.device)
+    if group is None:
+        return mean, var, count
+    packed = torch.cat([mean, var, count])
+    parts = [torch.empty_like(packed) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, packed, group=group)
+    stacked = torch.stack(parts)
+    means, variances, counts = stacked.split([len(mean), len(var), 1], dim=1)
+    total = counts.sum(0)
+    mean = (counts * means).sum(0) / total
+    var = (counts * (variances + (means - mean).square())).sum(0) / total
+    return mean, var, total
+
+
+def _reduced(value: Tensor) -> list[int]:
+    return [0, *range(2, value.ndim)]
+
+
+def _broadcast(value: Tensor) -> list[int]:
+    return [1, -1, *([1] * (value.ndim - 2))]
+
+
+def replace_batch_norms(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
+    """Put our batch norm in place of every torch one, with the same parameters, buffers and names."""
+    if isinstance(module, _BatchNorm):
+        return _like(module, group)
+    for name, child in module.named_children():
+        replacement = replace_batch_norms(child, group)
+        if replacement is not child:
+            setattr(module, name, replacement)
+    return module
+
+
+def _like(norm: _BatchNorm, group: dist.ProcessGroup | None) -> BatchNorm:
+    ours = BatchNorm(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+    ours.weight, ours.bias = norm.weight, norm.bias
+    ours.running_mean, ours.running_var = norm.running_mean, norm.running_var
+    ours.num_batches_tracked = norm.num_batches_tracked
+    ours.train(norm.training)
+    ours.group = group
+    return ours
+
+
+def batch_norms(module: nn.Module) -> Iterable[BatchNorm]:
+    """Every batch norm of ours inside a module."""
+    return [child for child in module.modules() if isinstance(child, BatchNorm)]

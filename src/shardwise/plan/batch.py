@@ -1,0 +1,57 @@
+"""Batch algebra: global batch = micro-batch x accumulation x readers, or a refusal with the nearest possible."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.errors import PlanError
+
+
+@dataclass(frozen=True)
+class BatchSplit:
+    """How the samples of one optimizer step are cut for each reader."""
+
+    micro_batch: int
+    accumulation: int
+
+
+def split_batch(
+    batch_size: int, *, dp: int, accumulation: int | None = None, micro_batch: int | None = None
+) -> BatchSplit:
+    """Cut a global batch for `dp` readers; give accumulation, micro-batch, both (then checked) or neither."""
+    if batch_size < dp:
+        raise PlanError(
+            f"batch_size {batch_size} is smaller than the {dp} ranks that read samples",
+            fix=f"set batch_size={dp} or more, or use --nproc {batch_size}",
+        )
+    if micro_batch is None:
+        accumulation = accumulation or 1
+        return BatchSplit(
+            _divide(batch_size, dp * accumulation, f"{dp} readers x accumulation {accumulation}"),
+            accumulation,
+        )
+    split = BatchSplit(micro_batch, _divide(batch_size, dp * micro_batch, f"{dp} readers x micro_batch {micro_batch}"))
+    if accumulation not in {None, split.accumulation}:
+        raise PlanError(
+            f"micro_batch {micro_batch} x accumulation {accumulation} x {dp} readers is not batch_size {batch_size}",
+            fix=f"set accumulation={split.accumulation}, or leave it out",
+        )
+    return split
+
+
+def refit_batch(batch_size: int, *, dp: int, largest_micro_batch: int) -> BatchSplit:
+    """Keep the global batch on another number of readers; the micro-batch may shrink, never grow."""
+    per_reader = _divide(batch_size, dp, f"{dp} readers")
+    for micro_batch in range(min(largest_micro_batch, per_reader), 0, -1):
+        if per_reader % micro_batch == 0:
+            return BatchSplit(micro_batch, per_reader // micro_batch)
+    raise AssertionError("1 divides everything")
+
+
+def _divide(batch_size: int, parts: int, words: str) -> int:
+    share, rest = divmod(batch_size, parts)
+    if rest or share == 0:
+        below, above = share * parts, (share + 1) * parts
+        choices = f"{below} or {above}" if below else f"{above}"
+        raise PlanError(f"batch_size {batch_size} does not divide by {words}", fix=f"set batch_size to {choices}")
+    return share

@@ -1,0 +1,198 @@
+"""The Plan: a frozen, fully resolved answer to how a Job is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping  # noqa: TC003 - read at run time by check_types
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args, get_type_hints
+
+from shardwise.errors import PlanError, nearest
+from shardwise.layout import Layout
+from shardwise.plan.batch import refit_batch
+from shardwise.plan.presets import preset_degrees
+
+VERSION = 1
+
+DType = Literal["fp64", "fp32", "bf16", "fp16"]
+Place = Literal["none", "cpu", "nvme"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Which dtype holds or computes what."""
+
+    parameter: DType = "fp32"
+    compute: DType = "fp32"
+    """Forward, loss and backward; below fp32 by autocast (replicated) or by casting shards (sharded)."""
+    reduce: DType = "fp32"
+    """Gradients while they are summed over ranks."""
+    optimizer: DType = "fp32"
+
+    def __str__(self) -> str:
+        if {self.parameter, self.reduce, self.optimizer} == {self.compute}:
+            return f"{self.compute} throughout"
+        return (
+            f"parameters {self.parameter} · compute {self.compute} · reduce {self.reduce} · optimizer {self.optimizer}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """What waits outside the device."""
+
+    parameters: Place = "none"
+    optimizer: Place = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communication:
+    """How gradients and weights travel; docs/ddp.md has the table of DDP's own arguments."""
+
+    bucket_mb: float = 25.0
+    """Gradients are summed in buckets of this size while backward goes on."""
+    compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = True
+    broadcast_buffers: bool = False
+    """Copy rank 0's buffers to all before each forward; for buffers that differ by rank."""
+    prefetch: int = 1
+    """Sharded blocks gathered ahead of use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """How stages of a pipeline take turns; matters when layout.pp > 1."""
+
+    schedule: Literal[
+        "gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"
+    ] = "1f1b"
+    split: tuple[int, ...] = ()
+    """First layer of each stage after the first; empty splits evenly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How to train a Job on a Layout. Holds no "auto": every value is settled and can say where it came from."""
+
+    version: int = VERSION
+    layout: Layout = field(default_factory=Layout)
+    zero: Literal[0, 1, 2, 3] = 0
+    """What the shard axis cuts: optimizer (1), gradients (2), parameters (3); 0 exactly when shard = 1."""
+    micro_batch: int = 1
+    """Samples per forward pass and reader."""
+    accumulation: int = 1
+    """Forward passes per optimizer step."""
+    gradient_sync: Literal["last", "every"] = "last"
+    """Sum gradients over ranks once per step, or after every micro-batch (less memory when sharded)."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    compile: Literal["none", "blocks"] = "none"
+    capture: Literal["none", "step"] = "none"
+    batch_norm: Literal["sync", "local"] = "sync"
+    """Batch statistics over all readers (equal to one process), or over each rank's own rows."""
+    engine: Literal["torch", "deepspeed", "mlx"] = "torch"
+    precision: Precision = field(default_factory=Precision)
+    offload: Offload = field(default_factory=Offload)
+    communication: Communication = field(default_factory=Communication)
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Dotted field name -> where its value came from; absent means its default."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.version != VERSION:
+            raise PlanError(f"plan version is {self.version}", fix=f"write version = {VERSION}")
+        for name in ("micro_batch", "accumulation"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"plan {name} is {getattr(self, name)}", fix="use a whole number of at least 1")
+        if (self.zero == 0) != (self.layout.shard == 1):
+            raise PlanError(
+                f"plan has zero = {self.zero} with shard = {self.layout.shard}",
+                fix="use zero 1, 2 or 3 exactly when shard is above 1",
+            )
+        if self.communication.bucket_mb <= 0:
+            raise PlanError(f"plan bucket_mb is {self.communication.bucket_mb}", fix="use a size above 0")
+
+    @classmethod
+    def preset(cls, name: str, world_size: int, *, batch_size: int | None = None, accumulation: int = 1) -> Plan:
+        """Return a named plan: ddp, zero1, zero2, zero3, fsdp, hsdp, tp, pp, cp or a product (pp2.shard2.tp2).
+
+        Without `batch_size` it trains one sample per reader and step: enough for `parallelize`.
+        """
+        from shardwise.plan.batch import split_batch
+
+        layout, zero = preset_degrees(name, world_size)
+        batch = split_batch(batch_size or layout.dp * accumulation, dp=layout.dp, accumulation=accumulation)
+        source = f"preset {name}"
+        return cls(
+            layout=layout,
+            zero=zero,
+            micro_batch=batch.micro_batch,
+            accumulation=batch.accumulation,
+            sources={"layout": source, "zero": source},
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per optimizer step over the whole world."""
+        return self.micro_batch * self.accumulation * self.layout.dp
+
+    def source(self, name: str) -> str:
+        """Say where the value of a dotted field came from."""
+        return self.sources.get(name) or self.sources.get(name.partition(".")[0], "default")
+
+    def refit(self, world_size: int) -> Plan:
+        """Return this plan for another number of ranks: tp, pp, cp and the global batch stay, or it is refused."""
+        layout = self.layout
+        model_ranks = layout.pp * layout.cp * layout.tp
+        dp, rest = divmod(world_size, model_ranks)
+        if rest or dp == 0:
+            raise PlanError(
+                f"{world_size} ranks do not divide by pp x cp x tp = {model_ranks}",
+                fix=f"use a multiple of {model_ranks} ranks",
+            )
+        shard = _refit_shard(layout, dp)
+        batch = refit_batch(self.batch_size, dp=dp, largest_micro_batch=self.micro_batch)
+        source = f"refitted to {world_size} ranks"
+        return dataclasses.replace(
+            self,
+            layout=dataclasses.replace(layout, shard=shard, replicate=dp // shard),
+            zero=self.zero if shard > 1 else 0,
+            micro_batch=batch.micro_batch,
+            accumulation=batch.accumulation,
+            sources={**self.sources, "layout": source, "micro_batch": source, "accumulation": source},
+        )
+
+
+def _refit_shard(layout: Layout, dp: int) -> int:
+    """Keep pure sharding pure and pure replication pure; of a mix, keep the shard degree when it divides."""
+    if layout.shard == 1:
+        return 1
+    if layout.replicate > 1 and dp % layout.shard == 0:
+        return layout.shard
+    return dp
+
+
+def check_types(value: Any, prefix: str = "") -> None:
+    """Refuse a field of a plan whose value is not of its declared type, naming the choices."""
+    hints = get_type_hints(type(value))
+    for part in dataclasses.fields(value):
+        given, wanted, name = getattr(value, part.name), hints[part.name], prefix + part.name
+        if dataclasses.is_dataclass(given):
+            check_types(given, f"{name}.") if not isinstance(given, Layout) else None
+        elif get_args(wanted) and all(isinstance(choice, str | int) for choice in get_args(wanted)):
+            if given not in get_args(wanted) or isinstance(given, bool):
+                choices = [str(choice) for choice in get_args(wanted)]
+                raise PlanError(f"plan {name} is {given!r}", fix=nearest(str(given), choices))
+        elif wanted in (int, bool, float) and not _fits(given, wanted):
+            raise PlanError(f"plan {name} is {given!r}", fix=f"give {_TYPE_WORDS[wanted]}")
+
+
+_TYPE_WORDS = {int: "a whole number", bool: "true or false", float: "a number"}
+
+
+def _fits(given: object, wanted: type) -> bool:
+    if wanted is float:
+        return isinstance(given, int | float) and not isinstance(given, bool)
+    return type(given) is wanted

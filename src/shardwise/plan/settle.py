@@ -1,0 +1,108 @@
+"""Settling a plan: the one place where "auto" is resolved, each value with its source."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardwise.errors import PlanError, nearest
+from shardwise.job.overrides import literal, replace_at
+from shardwise.plan.batch import split_batch
+from shardwise.plan.plan import Plan, Precision
+from shardwise.plan.presets import preset_degrees
+from shardwise.plan.toml import read_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardwise.plan.plan import DType
+
+BATCH_KEYS = ("micro_batch", "accumulation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What settling must know of the device: its kind, and whether it computes in bf16."""
+
+    kind: Literal["cpu", "cuda"] = "cpu"
+    has_bf16: bool = False
+    name: str = "CPU"
+
+
+def settle(
+    spec: str, *, batch_size: int, world_size: int, device: Device, overrides: Mapping[str, str] | None = None
+) -> Plan:
+    """Resolve "auto", a preset, a product or a .toml path into a Plan for this batch, world and device."""
+    overrides = dict(overrides or {})
+    plan = read_plan(Path(spec)) if spec.endswith(".toml") else _from_name(spec, world_size, device)
+    plan = _apply_overrides(plan, {key: value for key, value in overrides.items() if key not in BATCH_KEYS})
+    if plan.layout.world_size != world_size:
+        raise PlanError(
+            f"plan {plan.layout} is for {plan.layout.world_size} ranks, the world has {world_size}",
+            fix=f"use --nproc {plan.layout.world_size}, or plan.refit",
+        )
+    batch_overrides = {key: overrides[key] for key in BATCH_KEYS if key in overrides}
+    return _settle_batch(plan, batch_size, batch_overrides, fixed=spec.endswith(".toml"))
+
+
+def _from_name(spec: str, world_size: int, device: Device) -> Plan:
+    name, source = (spec, f"preset {spec}") if spec != "auto" else ("ddp", "auto: ddp until a planner exists")
+    layout, zero = preset_degrees(name, world_size)
+    precision, reason = choose_precision(device)
+    return Plan(
+        layout=layout,
+        zero=zero,
+        precision=precision,
+        sources={"layout": source, "zero": source, "precision": reason},
+    )
+
+
+def choose_precision(device: Device) -> tuple[Precision, str]:
+    """Return the dtypes for a device, and why: bf16 where it has it, fp16 with scaling else, fp32 on CPU."""
+    compute: DType
+    if device.kind == "cpu":
+        compute, reason = "fp32", "auto: CPU computes in fp32"
+    elif device.has_bf16:
+        compute, reason = "bf16", f"auto: {device.name} has bf16"
+    else:
+        compute, reason = "fp16", f"auto: {device.name} lacks bf16, so fp16 with loss scaling"
+    return Precision(compute=compute), reason
+
+
+def _apply_overrides(plan: Plan, overrides: Mapping[str, str]) -> Plan:
+    for key, text in overrides.items():
+        name = key.partition(".")[0]
+        fields = {field.name for field in dataclasses.fields(Plan)} - {"sources", "version"}
+        if name not in fields:
+            raise PlanError(f"--set {key}: there is no key {name!r}", fix=nearest(name, fields))
+        if key == "layout":
+            raise PlanError("--set layout is not how a layout is chosen", fix=f"use --plan {text}")
+        plan = replace_at(plan, key, _value(key, text))
+        plan = dataclasses.replace(plan, sources={**plan.sources, key: "--set"})
+    return plan
+
+
+def _value(key: str, text: str) -> Any:
+    """`none` is a choice of most plan fields, not None."""
+    return Precision(compute=text) if key == "precision" else "none" if text == "none" else literal(text)  # type: ignore[arg-type]
+
+
+def _settle_batch(plan: Plan, batch_size: int, overrides: Mapping[str, str], *, fixed: bool) -> Plan:
+    """Work out micro-batch and accumulation: from the command line first, then a plan file, then 1 accumulation."""
+    asked = {key: literal(text) for key, text in overrides.items()}
+    for key, value in asked.items():
+        if not isinstance(value, int) or value < 1:
+            raise PlanError(f"--set {key}={value}", fix="give a whole number of at least 1")
+    if fixed and not asked:
+        asked = {"micro_batch": plan.micro_batch, "accumulation": plan.accumulation}
+    split = split_batch(batch_size, dp=plan.layout.dp, **asked)
+    derived = f"derived: batch_size {batch_size} over {plan.layout.dp} readers"
+    sources = {key: "--set" if key in overrides else derived for key in BATCH_KEYS}
+    return dataclasses.replace(
+        plan,
+        micro_batch=split.micro_batch,
+        accumulation=split.accumulation,
+        sources={**plan.sources, **sources},
+    )

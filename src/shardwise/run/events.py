@@ -1,0 +1,81 @@
+"""Events of a run: one JSON object per line and rank, written cheaply and readable while the run goes on."""
+
+from __future__ import annotations
+
+import time
+from typing import IO, TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+FLUSH_S = 0.2
+"""A reader lags at most this far behind; a killed rank loses at most this much."""
+
+
+class EventLog:
+    """Appends events of one rank to its file, and hands each to an optional listener.
+
+    Writing costs about two microseconds: encoded at once, flushed to the file every `FLUSH_S`.
+    """
+
+    def __init__(self, path: Path | None, listener: Callable[[dict[str, Any]], None] | None = None) -> None:
+        self._file: IO[bytes] | None = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab", buffering=1 << 16)
+        self._listener = listener
+        self._encoder = msgspec.json.Encoder()
+        self._flush_at = 0.0
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append one event of `kind`; non-finite numbers become null."""
+        now = time.time()
+        event = {"at": now, "kind": kind, **fields}
+        if self._file is not None:
+            self._file.write(self._encoder.encode(event))
+            self._file.write(b"\n")
+            if now >= self._flush_at:
+                self._file.flush()
+                self._flush_at = now + FLUSH_S
+        if self._listener is not None:
+            self._listener(event)
+
+    def flush(self) -> None:
+        """Make everything written so far visible to readers."""
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        """Flush and close; nothing may be written after."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class Tail:
+    """Reads what was appended to a file since the last look; the file may not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._rest = b""
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield the whole lines that are new."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except FileNotFoundError:
+            return
+        self._offset += len(new)
+        *whole, self._rest = (self._rest + new).split(b"\n")
+        yield from whole
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Yield the new events of an events file."""
+        for line in self.lines():
+            yield msgspec.json.decode(line)

@@ -1,0 +1,72 @@
+"""What a failing rank leaves behind: one JSON file with its own words."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+import traceback
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from shardwise.errors import ShardwiseError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Words with which torch, gloo and NCCL say that somebody else went away: never a root cause. Anchored on the
+# transport, since a user's own socket may be reset too.
+_PEER_LOST = re.compile(
+    r"Connection closed by peer|Connection reset by peer|gloo.*(?:transport|Timed out|unbound_buffer)"
+    r"|NCCL.*(?:remote process exited|unhandled system error|Abort)|Broken pipe.*store|recvValue failed"
+    r"|DistNetworkError|DistStoreError|failed to recv",
+    re.DOTALL,
+)
+_PEER_ERRORS = (RuntimeError, ConnectionError)
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's failure: who, where, what it said."""
+
+    rank: int
+    host: str
+    at: float
+    """Seconds since the epoch."""
+    kind: str
+    """Name of the exception's class."""
+    message: str
+    traceback: str
+    exit_code: int
+    peer_lost: bool
+    """The error only says that another rank went away."""
+
+
+def describe_failure(error: BaseException, rank: int) -> Failure:
+    """Turn an exception that ends this rank into a Failure."""
+    message = str(error)
+    return Failure(
+        rank=rank,
+        host=socket.gethostname(),
+        at=time.time(),
+        kind=type(error).__name__,
+        message=message,
+        traceback="".join(traceback.format_exception(error)),
+        exit_code=error.exit_code if isinstance(error, ShardwiseError) else 1,
+        peer_lost=isinstance(error, _PEER_ERRORS) and _PEER_LOST.search(message) is not None,
+    )
+
+
+def write_failure(path: Path, failure: Failure) -> None:
+    """Write `failure` whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(msgspec.json.encode(failure))
+    partial.rename(path)
+
+
+def read_failure(path: Path) -> Failure | None:
+    """Read a failure back, None when the rank left none."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Failure)
+    except FileNotFoundError:
+        return None

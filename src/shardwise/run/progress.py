@@ -1,0 +1,118 @@
+"""The view of a run while it goes on: a live bar on a terminal, plain lines every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from typing import TextIO
+
+    from rich.progress import TaskID
+
+PLAIN_S = 5.0
+"""Seconds between plain lines when no terminal is attached."""
+
+
+class ProgressView:
+    """Shows the events of rank 0 as they come."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._console = Console(file=stream, highlight=False, width=None if stream.isatty() else 110)
+        self._bar = _live_bar(self._console) if stream.isatty() else None
+        self._task: TaskID | None = None
+        self._num_steps = 0
+        self._next_line_at = 0.0
+        self._speed: float | None = None
+
+    @classmethod
+    def on_stderr(cls) -> ProgressView:
+        """A view on this process's standard error."""
+        return cls(sys.stderr)
+
+    def show(self, event: dict[str, Any]) -> None:
+        """Show one event; unknown kinds are passed over."""
+        shown = getattr(self, f"_show_{event['kind']}", None)
+        if shown is not None:
+            shown(event)
+
+    def line(self, text: str) -> None:
+        """Show a line above the bar, as it is."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it should be."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _show_start(self, event: dict[str, Any]) -> None:
+        self._num_steps = event["num_steps"]
+        for table in _start_tables(event):
+            self._console.print(table, end="\n\n")
+        if self._bar is not None:
+            self._task = self._bar.add_task("train", total=self._num_steps, loss="", speed="", rate="")
+            self._bar.start()
+
+    def _show_steps(self, event: dict[str, Any]) -> None:
+        done = event["first"] + len(event["losses"])
+        loss = event["losses"][-1]
+        loss_text = f"loss {loss:.4f}" if loss is not None else "loss nan"
+        speed = f"{self._smooth(event['samples'], event['seconds']):,.0f} samples/s"
+        rate = f"lr {event['lr']:.2e}"
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=done, loss=loss_text, speed=speed, rate=rate, refresh=True)
+        elif time.monotonic() >= self._next_line_at or done == self._num_steps:
+            self.line(f"step {done}/{self._num_steps} · epoch {event['epoch'] + 1} · {loss_text} · {speed} · {rate}")
+            self._next_line_at = time.monotonic() + PLAIN_S
+
+    def _smooth(self, samples: int, seconds: float) -> float:
+        """Samples per second, with windows weighed by their time: short ones are noisy."""
+        now, weight = samples / max(seconds, 1e-9), min(1.0, 0.5 * seconds)
+        self._speed = now if self._speed is None else self._speed + weight * (now - self._speed)
+        return self._speed
+
+    def _show_evaluation(self, event: dict[str, Any]) -> None:
+        values = " · ".join(f"{name} {_value(value)}" for name, value in event["values"].items())
+        self.line(f"epoch {event['epoch'] + 1} · test: {values}")
+
+    def _show_note(self, event: dict[str, Any]) -> None:
+        self.line(f"note: {event['text']}")
+
+
+def _value(value: float | None) -> str:
+    return "nan" if value is None else f"{value:.4f}"
+
+
+def _live_bar(console: Console) -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        TextColumn("{task.completed}/{task.total}"),
+        TextColumn("{task.fields[loss]}"),
+        TextColumn("{task.fields[rate]}"),
+        TextColumn("{task.fields[speed]}"),
+        TimeRemainingColumn(compact=True),
+    )
+    # No refresh thread: a rank's process stays single-threaded, and a bar costs nothing between updates.
+    return Progress(*columns, console=console, auto_refresh=False)
+
+
+def _start_tables(event: dict[str, Any]) -> list[Table]:
+    ranks = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("rank", "host", "device", "pid"):
+        ranks.add_column(name)
+    for rank in event["ranks"]:
+        ranks.add_row(*(str(rank[name]) for name in ("rank", "host", "device", "pid")))
+    facts = Table(box=None, pad_edge=False, show_header=False)
+    facts.add_column(style="bold")
+    facts.add_column(overflow="fold")
+    facts.add_column(style="dim", overflow="fold")
+    facts.add_row("model", f"{event['parameters']:,} parameters", "")
+    for name, value, source in event["facts"]:
+        facts.add_row(name, value, f"({source})")
+    return [ranks, facts]

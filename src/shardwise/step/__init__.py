@@ -1,0 +1,1 @@
+"""One optimizer step behind one call: `step(batch) -> StepReport`."""

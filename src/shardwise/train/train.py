@@ -1,0 +1,46 @@
+"""Training a job in this world, and the files it leaves in its run directory."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from shardwise.run import EventLog
+from shardwise.run.progress import ProgressView
+from shardwise.run.report import write_report
+from shardwise.run.timeline import Timeline
+from shardwise.train.loop import TrainReport, run_loop
+
+if TYPE_CHECKING:
+    from shardwise.job import Job
+    from shardwise.plan import Plan
+    from shardwise.run import RunDirectory
+    from shardwise.world import World
+
+
+def train(
+    job: Job,
+    plan: Plan,
+    world: World,
+    *,
+    run: RunDirectory | None = None,
+    show_progress: bool = True,
+    timeline: Timeline | None = None,
+) -> TrainReport:
+    """Train `job` under `plan` in a world that is already there; called on every rank, starts no processes.
+
+    With `run`, events and a report are written there; rank 0 shows progress unless told not to.
+    """
+    timeline = timeline or Timeline(time.time())
+    view = ProgressView.on_stderr() if show_progress and world.is_main else None
+    events = EventLog(run.events(world.rank) if run else None, view.show if view else None)
+    try:
+        report, _ = run_loop(job, plan, world, events, timeline)
+        if run is not None and world.is_main:
+            timeline.write(run.timeline)
+            write_report(run, report, timeline.phases)
+    finally:
+        events.close()
+        if view is not None:
+            view.close()
+    return report

@@ -1,0 +1,81 @@
+"""What every rank of a described job runs: world, job, plan, train, and one funnel for failure."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from shardwise.environment import identify
+from shardwise.job import JobReference  # noqa: TC001 - read at run time by msgspec
+from shardwise.launch.processes import die_with_parent
+from shardwise.run import RunDirectory
+from shardwise.run.failure import describe_failure, write_failure
+from shardwise.run.timeline import Timeline
+
+
+class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What the launcher tells a rank."""
+
+    run: str
+    job: JobReference
+    started_at: float
+    """Seconds since the epoch when the launcher began."""
+    store: str
+    """Path of the file through which the ranks meet."""
+    launcher_pid: int
+    plan_sources: dict[str, str]
+    """Where the launcher had each value of the plan from."""
+    backend: str | None = None
+    device: str | None = None
+
+
+def main() -> int:
+    """Run the rank that the environment and the order on the command line describe; returns its exit code."""
+    order = msgspec.json.decode(sys.argv[1], type=WorkerOrder)
+    die_with_parent(order.launcher_pid)
+    run = RunDirectory(Path(order.run))
+    timeline = Timeline(order.started_at)
+    rank = identify().rank
+    try:
+        _train(order, run, timeline)
+    except BaseException as error:  # noqa: BLE001 - the funnel: whatever ended this rank is written down
+        failure = describe_failure(error, rank)
+        with contextlib.suppress(OSError):
+            write_failure(run.error(rank), failure)  # the launcher shows it last, so it is not in the log as well
+        sys.stdout.flush()
+        # No teardown after a failure: it could wait for peers that wait for us.
+        os._exit(failure.exit_code)
+    return 0
+
+
+def _train(order: WorkerOrder, run: RunDirectory, timeline: Timeline) -> None:
+    timeline.mark("process")
+    from shardwise.job import load_job
+    from shardwise.plan.toml import read_plan
+    from shardwise.train.train import train
+    from shardwise.world import world
+
+    timeline.mark("import")
+    me = identify()
+    job = load_job(order.job)
+    plan = replace(read_plan(run.plan), sources=order.plan_sources)
+    timeline.mark("job")
+    with world(
+        backend=order.backend,
+        device=order.device,
+        init_method=f"file://{order.store}",
+        rank=me.rank,
+        world_size=me.world_size,
+        local_rank=me.local_rank,
+    ) as here:
+        timeline.mark("world")
+        train(job, plan, here, run=run, show_progress=False, timeline=timeline)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

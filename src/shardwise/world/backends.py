@@ -1,0 +1,82 @@
+"""Communication backends: which one a device takes, which names exist, which build of torch has them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
+
+from shardwise.errors import WorldError, nearest
+
+if TYPE_CHECKING:
+    import torch
+
+_AVAILABLE = {
+    "nccl": dist.is_nccl_available,
+    "gloo": dist.is_gloo_available,
+    "mpi": dist.is_mpi_available,
+    "ucc": dist.is_ucc_available,
+}
+_WHERE = {
+    "nccl": "install a CUDA build of torch, or use backend='gloo'",
+    "gloo": "install a torch built with gloo",
+    "mpi": "use a torch built with MPI, or backend='gloo' until the extra shardwise[mpi] is built",
+    "ucc": "use a torch built with UCC (USE_UCC=1); no published wheel has it",
+}
+
+
+def choose_backend(asked: str | None, device: torch.device) -> str:
+    """Return the backend to start on `device`: what was asked if it can work, else nccl on CUDA and gloo elsewhere."""
+    if asked is None:
+        asked = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    name = asked.lower()
+    devices = _per_device(name) if ":" in name else dict.fromkeys(_capability(name), name)
+    for backend in dict.fromkeys(devices.values()):
+        _check_available(backend)
+    if device.type not in devices:
+        raise WorldError(
+            f"backend {name!r} moves tensors of {', '.join(devices)} only, and the device is {device}",
+            fix=f"use backend='gloo', or a {next(iter(devices))} device",
+        )
+    return name
+
+
+def default_timeout_s(backend: str) -> float:
+    """Return torch's own time limit for one operation of `backend`, in seconds."""
+    if backend == "nccl" and default_pg_nccl_timeout is not None:
+        return default_pg_nccl_timeout.total_seconds()
+    return default_pg_timeout.total_seconds()
+
+
+def _per_device(name: str) -> dict[str, str]:
+    devices: dict[str, str] = {}
+    for part in name.split(","):
+        device, colon, backend = part.strip().partition(":")
+        if not (device and colon and backend):
+            raise WorldError(
+                f"backend {name!r} has a part {part!r}", fix="write device and backend, such as cpu:gloo,cuda:nccl"
+            )
+        if device in devices:
+            raise WorldError(f"backend {name!r} names device {device} twice", fix="name each device once")
+        if device not in _capability(backend):
+            raise WorldError(
+                f"backend {backend!r} cannot move tensors of {device}", fix="write it as cpu:gloo,cuda:nccl"
+            )
+        devices[device] = backend
+    return devices
+
+
+def _capability(backend: str) -> list[str]:
+    """Return the device types whose tensors `backend` moves."""
+    registered = {
+        name: devices for name, devices in dist.Backend.backend_capability.items() if name != dist.Backend.FAKE
+    }
+    if backend not in registered:
+        raise WorldError(f"there is no backend {backend!r}", fix=nearest(backend, registered))
+    return registered[backend]
+
+
+def _check_available(backend: str) -> None:
+    if backend in _AVAILABLE and not _AVAILABLE[backend]():
+        raise WorldError(f"the installed torch has no backend {backend!r}", fix=_WHERE[backend])

@@ -1,0 +1,131 @@
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+import shardwise as sw
+from shardwise.data.feed import Feed
+from shardwise.data.loaders import IndexLoader, StreamLoader
+from shardwise.data.rows import cut_rows, fill_rows
+from shardwise.data.slices import Slices
+from shardwise.errors import DataError
+from shardwise.testing import run_ranks
+
+CPU = torch.device("cpu")
+
+
+class Numbers(Dataset):
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index)]), torch.tensor(index)
+
+
+class Stream(IterableDataset):
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        return iter((torch.tensor([float(index)]), torch.tensor(index)) for index in range(self.length))
+
+
+def index_feed(world, *, length=23, batch_size=12, accumulation=2, num_steps=6, workers=0, loss=None):
+    slices = Slices(
+        batch_size=batch_size, accumulation=accumulation, reader=world.rank, readers=world.size, length=length
+    )
+    loader = IndexLoader(Numbers(length), slices, seed=5, first_step=0, num_steps=num_steps, num_workers=workers)
+    group = world.group(range(world.size))
+    return Feed(loader, loss or sw.losses.cross_entropy, micro_batch=slices.micro_batch, device=CPU, group=group)
+
+
+def seen(feed):
+    """Real sample ids of every step, and the shapes of its micro-batches."""
+    steps = []
+    for batch in feed:
+        ids = [i for micro in batch.micro_batches for i in micro.batch[1][: micro.rows].tolist()]
+        shapes = {len(micro.batch[1]) for micro in batch.micro_batches}
+        steps.append((ids, shapes, batch.samples, batch.denominator, batch.cursor.epoch))
+    return steps
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_two_readers_see_every_sample_of_an_epoch_once(workers):
+    results = run_ranks(lambda world: seen(index_feed(world, workers=workers)), 2)
+    for epoch in range(3):
+        ids = [i for steps in results for step in steps for i in step[0] if step[4] == epoch]
+        assert sorted(ids) == list(range(23))
+
+
+def test_samples_of_a_step_do_not_depend_on_the_number_of_readers():
+    def union(ranks, accumulation):
+        results = run_ranks(lambda world: seen(index_feed(world, accumulation=accumulation)), ranks)
+        return [sorted(i for steps in results for i in steps[number][0]) for number in range(6)]
+
+    assert union(1, 1) == union(2, 3) == union(3, 2)
+
+
+def test_short_step_is_filled_to_the_plans_shape_and_counts_only_real_rows():
+    results = run_ranks(lambda world: seen(index_feed(world, length=13, num_steps=2)), 2)
+    assert all(step[1] == {3} for steps in results for step in steps)
+    assert [step[3] for step in results[0]] == [12, 1]
+
+
+def test_counted_tokens_are_summed_over_readers():
+    loss = sw.Loss(sum=lambda output, batch: output, count=lambda batch: int(batch[1].sum()))
+    results = run_ranks(lambda world: seen(index_feed(world, loss=loss, num_steps=2)), 2)
+    assert results[0][0][3] + results[0][1][3] == sum(range(23))
+    assert [step[3] for step in results[0]] == [step[3] for step in results[1]]
+
+
+def test_loss_of_the_model_gets_exactly_the_real_rows():
+    def shapes(world):
+        loss = sw.losses.returned_by_model(count=lambda batch: len(batch[1]))
+        return [step[1] for step in seen(index_feed(world, length=13, num_steps=2, loss=loss))]
+
+    assert run_ranks(shapes, 1)[0] == [{6}, {1}]
+
+
+def stream_feed(world, *, length, num_steps, accumulation=1, workers=0):
+    group = world.group(range(world.size)) if world.size > 1 else None
+    loader = StreamLoader(
+        Stream(length),
+        reader=world.rank,
+        readers=world.size,
+        micro_batch=2,
+        accumulation=accumulation,
+        num_steps=num_steps,
+        seed=0,
+        group=group,
+        num_workers=workers,
+    )
+    return Feed(loader, sw.losses.cross_entropy, micro_batch=2, device=CPU, group=group)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_stream_is_dealt_out_without_duplicates(workers):
+    results = run_ranks(lambda world: seen(stream_feed(world, length=11, num_steps=6, workers=workers)), 2)
+    first_epoch = [i for steps in results for step in steps for i in step[0] if step[4] == 0]
+    assert sorted(first_epoch) == list(range(11))
+
+
+def test_stream_starts_again_when_every_reader_is_through():
+    results = run_ranks(lambda world: seen(stream_feed(world, length=5, num_steps=4)), 2)
+    assert [step[4] for step in results[0]] == [step[4] for step in results[1]] == [0, 0, 1, 1]
+    assert [step[3] for step in results[0]] == [4, 1, 4, 1]
+
+
+def test_empty_stream_is_refused():
+    with pytest.raises(DataError, match="no sample"):
+        run_ranks(lambda world: seen(stream_feed(world, length=0, num_steps=1)), 1)
+
+
+def test_rows_are_filled_and_cut_through_nested_batches():
+    batch = {"x": torch.arange(3), "more": (torch.arange(6).view(3, 2), "text"), "scalar": torch.tensor(1)}
+    filled = fill_rows(batch, 3, 5)
+    assert filled["x"].tolist() == [0, 1, 2, 0, 1]
+    back = cut_rows(filled, 3, 5)
+    assert torch.equal(back["more"][0], batch["more"][0])
+    assert back["more"][1] == "text"

@@ -1,0 +1,33 @@
+import pytest
+
+from shardwise.data.slices import Slices
+from shardwise.errors import DataError
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3, 4])
+@pytest.mark.parametrize("accumulation", [1, 2, 5])
+@pytest.mark.parametrize("length", [1, 119, 120, 121, 257])
+def test_readers_and_micro_batches_cover_every_place_once(readers, accumulation, length):
+    parts = [
+        Slices(batch_size=120, accumulation=accumulation, reader=reader, readers=readers, length=length)
+        for reader in range(readers)
+    ]
+    for step in range(parts[0].steps_per_epoch):
+        spans = [span for part in parts for span in part.places(step)]
+        places = [place for start, stop in spans for place in range(start, stop)]
+        assert places == list(range(step * 120, step * 120 + parts[0].rows_of_step(step)))
+        assert max(stop - start for start, stop in spans) <= parts[0].micro_batch
+
+
+def test_short_step_is_spread_evenly():
+    sizes = [
+        stop - start
+        for reader in range(4)
+        for start, stop in Slices(batch_size=8, accumulation=1, reader=reader, readers=4, length=6).places(0)
+    ]
+    assert sorted(sizes) == [1, 1, 2, 2]
+
+
+def test_empty_dataset_is_refused():
+    with pytest.raises(DataError, match="empty"):
+        Slices(batch_size=1, accumulation=1, reader=0, readers=1, length=0)

@@ -1,0 +1,75 @@
+"""The command line and the public names, frozen: a change here is a decision, not an accident."""
+
+import subprocess
+import sys
+
+import click
+
+import shardwise
+from shardwise.cli.main import VERBS, cli
+
+SURFACE = {
+    "plan": [],
+    "verify": [],
+    "launch": [],
+    "train": ["JOB", "--nproc/--nproc-per-node", "--plan", "--set", "--run-dir", "--backend", "--device"],
+    "watch": [],
+    "checkpoint": [],
+    "bench": [],
+    "doctor": [],
+}
+
+PUBLIC = [
+    "Job",
+    "Layout",
+    "Loss",
+    "Metric",
+    "Plan",
+    "ShardwiseError",
+    "World",
+    "adamw",
+    "build_step",
+    "datasets",
+    "losses",
+    "metrics",
+    "models",
+    "parallelize",
+    "schedules",
+    "sgd",
+    "train",
+    "unwrap",
+    "world",
+]
+
+
+def words(parameter):
+    return "/".join(parameter.opts) if isinstance(parameter, click.Option) else parameter.name.upper()
+
+
+def test_verbs_and_their_options_are_frozen():
+    context = click.Context(cli)
+    found = {}
+    for verb in cli.list_commands(context):
+        command = cli.get_command(context, verb)
+        found[verb] = [words(parameter) for parameter in command.params if parameter.name != "_arguments"]
+    assert found == SURFACE
+
+
+def test_public_names_are_frozen_and_all_resolve():
+    assert shardwise.__all__ == PUBLIC
+    assert all(getattr(shardwise, name) is not None for name in PUBLIC)
+
+
+def test_help_names_every_verb_without_importing_torch():
+    shown = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "shardwise", "--help"], capture_output=True, text=True, check=True
+    )
+    assert all(verb in shown.stdout for verb in VERBS)
+    imported = {line.rsplit("|", 1)[-1].strip() for line in shown.stderr.splitlines()}
+    assert "click" in imported
+    assert not imported & {"torch", "numpy", "rich"}
+
+
+def test_import_shardwise_does_not_import_torch():
+    code = "import shardwise, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

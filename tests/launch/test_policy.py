@@ -1,0 +1,45 @@
+from shardwise.launch import RankExit, root_cause
+from shardwise.run.failure import Failure, describe_failure
+
+
+def failure(rank, *, at=0.0, peer_lost=False):
+    return Failure(rank=rank, host="h", at=at, kind="E", message="m", traceback="t", exit_code=1, peer_lost=peer_lost)
+
+
+def exit_(rank, returncode=1, **kwargs):
+    return RankExit(rank=rank, returncode=returncode, **kwargs)
+
+
+def test_all_well_has_no_cause():
+    assert root_cause([exit_(0, 0), exit_(1, 0)]) is None
+
+
+def test_killed_rank_comes_before_an_earlier_exception():
+    cause = root_cause([exit_(0, failure=failure(0, at=1.0)), exit_(1, -9, at=2.0)])
+    assert cause.rank == 1
+
+
+def test_own_exception_comes_before_an_early_exit_and_a_lost_peer():
+    exits = [
+        exit_(0, failure=failure(0, at=1.0, peer_lost=True)),
+        exit_(1, 3, at=0.5),
+        exit_(2, failure=failure(2, at=2.0)),
+    ]
+    assert root_cause(exits).rank == 2
+    assert root_cause(exits[:2]).rank == 1
+
+
+def test_of_two_exceptions_the_first_in_time_is_the_cause():
+    exits = [exit_(0, failure=failure(0, at=2.0)), exit_(1, failure=failure(1, at=1.0))]
+    assert root_cause(exits).rank == 1
+
+
+def test_rank_that_was_told_to_stop_explains_nothing():
+    exits = [exit_(0, -15, stopped=True), exit_(1, failure=failure(1))]
+    assert root_cause(exits).rank == 1
+
+
+def test_torchs_words_for_a_lost_peer_are_known():
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:19634")
+    assert describe_failure(lost, 0).peer_lost
+    assert not describe_failure(ValueError("Connection closed by peer"), 0).peer_lost

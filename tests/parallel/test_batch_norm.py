@@ -1,0 +1,93 @@
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.parallel.batch_norm import BatchNorm, replace_batch_norms
+from shardwise.testing import run_ranks
+
+SHAPES = {"1d": (nn.BatchNorm1d, ()), "2d": (nn.BatchNorm2d, (3, 3)), "3d": (nn.BatchNorm3d, (2, 2, 2))}
+
+
+def make(kind, space):
+    torch.manual_seed(1)
+    norm = kind(4).double()
+    norm.weight.data.uniform_()
+    norm.bias.data.uniform_()
+    return norm, torch.randn(13, 4, *space, dtype=torch.float64), torch.randn(13, 4, *space, dtype=torch.float64)
+
+
+def outcome(norm, value, grad):
+    value = value.clone().requires_grad_()
+    output = norm(value)
+    output.backward(grad)
+    return output.detach(), value.grad, norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("splits", [(7, 6), (13, 0), (1, 5, 7)])
+def test_uneven_shards_equal_one_process(shape, splits):
+    norm, value, grad = make(*SHAPES[shape])
+    whole = outcome(copy.deepcopy(norm), value, grad)
+
+    def on_rank(world):
+        ours = replace_batch_norms(nn.Sequential(copy.deepcopy(norm)), dist.group.WORLD)[0]
+        start, rows = sum(splits[: world.rank]), splits[world.rank]
+        # Every rank gets 13 rows: its own first, then filler that must not count.
+        filled = torch.full_like(value, 1e3)
+        filled[:rows] = value[start : start + rows]
+        filled_grad = torch.zeros_like(grad)
+        filled_grad[:rows] = grad[start : start + rows]
+        ours.real_rows = rows
+        output, value_grad, weight_grad, bias_grad, mean, var = outcome(ours, filled, filled_grad)
+        assert not value_grad[rows:].any()
+        dist.all_reduce(weight_grad)
+        dist.all_reduce(bias_grad)
+        return output[:rows], value_grad[:rows], weight_grad, bias_grad, mean, var
+
+    results = run_ranks(on_rank, len(splits))
+    torch.testing.assert_close(torch.cat([result[0] for result in results]), whole[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.cat([result[1] for result in results]), whole[1], rtol=1e-11, atol=1e-12)
+    for result in results:
+        for ours, theirs in zip(result[2:], whole[2:], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+def test_local_norm_passes_over_filler_rows():
+    norm, value, grad = make(*SHAPES["2d"])
+    whole = outcome(copy.deepcopy(norm), value[:5], grad[:5])
+    ours = replace_batch_norms(nn.Sequential(norm), None)[0]
+    ours.real_rows = 5
+    filled_grad = torch.cat([grad[:5], torch.zeros_like(grad[5:])])
+    result = outcome(ours, value, filled_grad)
+    torch.testing.assert_close(result[0][:5], whole[0])
+    torch.testing.assert_close(result[1][:5], whole[1])
+    torch.testing.assert_close(result[5], whole[5])
+
+
+def test_rank_without_rows_leaves_its_local_statistics_alone():
+    ours = replace_batch_norms(nn.Sequential(nn.BatchNorm1d(2)), None)[0]
+    ours.real_rows = 0
+    ours(torch.randn(3, 2))
+    assert torch.equal(ours.running_var, torch.ones(2))
+    assert ours.num_batches_tracked == 0
+
+
+def test_replacement_keeps_names_parameters_and_mode():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).eval()
+    weight, names = model[1].weight, list(model.state_dict())
+    replace_batch_norms(model, None)
+    assert isinstance(model[1], BatchNorm)
+    assert model[1].weight is weight
+    assert list(model.state_dict()) == names
+    assert not model[1].training
+
+
+def test_evaluation_uses_the_running_statistics():
+    norm = nn.BatchNorm2d(3)
+    norm(torch.randn(8, 3, 2, 2))
+    value = torch.randn(2, 3, 2, 2)
+    ours = replace_batch_norms(nn.Sequential(copy.deepcopy(norm)), None)[0].eval()
+    torch.testing.assert_close(ours(value), norm.eval()(value))

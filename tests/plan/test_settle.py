@@ -1,0 +1,83 @@
+import pytest
+
+from shardwise.errors import PlanError
+from shardwise.plan import Device, Plan, settle
+from shardwise.plan.batch import BatchSplit, refit_batch, split_batch
+from shardwise.plan.toml import plan_to_toml
+
+H200 = Device(kind="cuda", has_bf16=True, name="H200")
+V100 = Device(kind="cuda", has_bf16=False, name="V100")
+
+
+def settled(spec="auto", *, batch_size=12, world_size=2, device=None, **overrides):
+    return settle(spec, batch_size=batch_size, world_size=world_size, device=device or Device(), overrides=overrides)
+
+
+def test_auto_is_ddp_and_says_so():
+    plan = settled()
+    assert plan.layout.replicate == 2
+    assert "ddp until a planner exists" in plan.source("layout")
+
+
+@pytest.mark.parametrize(("device", "compute"), [(Device(), "fp32"), (H200, "bf16"), (V100, "fp16")])
+def test_precision_follows_the_device_with_its_reason(device, compute):
+    plan = settled(device=device)
+    assert plan.precision.compute == compute
+    assert device.name in plan.source("precision")
+
+
+def test_batch_is_split_over_readers():
+    plan = settled(accumulation="3")
+    assert (plan.micro_batch, plan.accumulation) == (2, 3)
+    assert plan.source("accumulation") == "--set"
+    assert plan.source("micro_batch").startswith("derived")
+
+
+def test_micro_batch_gives_the_accumulation():
+    assert settled(micro_batch="2").accumulation == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "word"),
+    [
+        ({"batch_size": 1}, "smaller than the 2 ranks"),
+        ({"batch_size": 13}, "12 or 14"),
+        ({"accumulation": "5"}, "10 or 20"),
+        ({"micro_batch": "3", "accumulation": "5"}, "accumulation=2"),
+        ({"micro_batch": "two"}, "whole number"),
+        ({"micro_batch": "0"}, "whole number"),
+        ({"acumulation": "2"}, "accumulation"),
+        ({"precision.compute": "fp8"}, "fp64|fp32|bf16|fp16"),
+        ({"spec": "missing.toml"}, "cannot be read"),
+        ({"layout": "tp2"}, "--plan tp2"),
+    ],
+)
+def test_impossible_plans_are_refused_with_the_nearest_possible(overrides, word):
+    with pytest.raises(PlanError, match=word):
+        settled(**overrides)
+
+
+def test_dotted_override_reaches_a_section_and_says_so():
+    plan = settled(**{"communication.bucket_mb": "5", "precision": "bf16"})
+    assert plan.communication.bucket_mb == 5
+    assert plan.precision.compute == "bf16"
+    assert plan.source("communication.bucket_mb") == "--set"
+
+
+def test_plan_file_is_taken_as_it_is(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(plan_to_toml(Plan.preset("ddp", 2, batch_size=12, accumulation=2)))
+    plan = settled(str(path))
+    assert (plan.micro_batch, plan.accumulation) == (3, 2)
+
+
+def test_plan_file_for_another_world_is_refused(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(plan_to_toml(Plan.preset("ddp", 4, batch_size=12)))
+    with pytest.raises(PlanError, match="for 4 ranks, the world has 2"):
+        settled(str(path))
+
+
+def test_split_and_refit_agree_on_the_global_batch():
+    assert split_batch(60, dp=3, accumulation=5) == BatchSplit(4, 5)
+    assert refit_batch(60, dp=4, largest_micro_batch=4) == BatchSplit(3, 5)

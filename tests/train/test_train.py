@@ -1,0 +1,260 @@
+"""Training end to end in this process or on forked ranks: length, evaluation, probe, precision, run directory."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+
+import shardwise as sw
+from shardwise.errors import DataError, JobError, PlanError
+from shardwise.plan import Plan
+from shardwise.run import EventLog, RunDirectory
+from shardwise.run.timeline import Timeline
+from shardwise.testing import run_ranks
+from shardwise.train.loop import run_loop
+
+
+class Points(Dataset):
+    """A line with noise that depends on the index alone."""
+
+    def __init__(self, length=50):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        x = torch.tensor([index / self.length])
+        return x, 3 * x + 1
+
+
+def make_job(**changes):
+    fields = {
+        "model": lambda: nn.Linear(1, 1),
+        "data": lambda split: Points(50) if split == "train" else Points(31),
+        "loss": sw.losses.squared_error,
+        "optimizer": sw.sgd(lr=0.1),
+        "batch_size": 12,
+        "epochs": 2,
+    }
+    return sw.Job(**{**fields, **changes})
+
+
+def trained(world, job, *, accumulation=1, **plan_changes):
+    plan = Plan.preset("ddp", world.size, batch_size=job.batch_size, accumulation=accumulation)
+    events = []
+    report, module = run_loop(
+        job, Plan(**{**vars(plan), **plan_changes}), world, EventLog(None, events.append), Timeline()
+    )
+    return report, module, events
+
+
+def in_one_process(job, **plan_changes):
+    return run_ranks(trained, 1, job, **plan_changes)[0]
+
+
+def test_epochs_steps_and_tokens_give_the_same_training():
+    by_epochs = in_one_process(make_job(epochs=2))[0]
+    by_steps = in_one_process(make_job(epochs=None, steps=10))[0]
+    by_tokens = in_one_process(make_job(epochs=None, tokens=120))[0]
+    assert by_epochs.steps == by_steps.steps == by_tokens.steps == 10
+    assert by_epochs.loss == by_steps.loss == by_tokens.loss
+    assert by_epochs.samples == 100
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_evaluation_counts_every_sample_once(ranks):
+    job = make_job(metrics={"seen": sw.Metric(sum=lambda output, batch: batch[0].sum(), count=lambda batch: 1)})
+    report = run_ranks(lambda world: trained(world, job)[0], ranks)[0]
+    whole = sum(float(Points(31)[index][0]) for index in range(31))
+    batches = report.evaluation["seen"]
+    assert whole / batches == pytest.approx(round(whole / batches), rel=1e-6)
+    reference = run_ranks(lambda world: trained(world, make_job())[0], 1)[0]
+    assert report.evaluation["loss"] == pytest.approx(reference.evaluation["loss"], rel=1e-5)
+
+
+def test_evaluation_of_fewer_samples_than_ranks():
+    job = make_job(data=lambda split: Points(50) if split == "train" else Points(2))
+    report = run_ranks(lambda world: trained(world, job)[0], 3)[0]
+    assert math.isfinite(report.evaluation["loss"])
+
+
+class HalfUsed(nn.Module):
+    """Rank 1 alone leaves a part of the model unused."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank, self.main, self.extra = rank, nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def forward(self, x):
+        return self.main(x) if self.rank == 1 else self.main(x) + self.extra(x)
+
+
+def test_parameters_without_gradient_on_one_rank_are_named_on_every_rank():
+    def body(world):
+        with pytest.raises(JobError, match=r"\(rank 1: extra\.bias, extra\.weight\)"):
+            trained(world, make_job(model=lambda: HalfUsed(world.rank)))
+        return "refused"
+
+    assert run_ranks(body, 2) == ["refused", "refused"]
+
+
+def test_unused_parameters_are_allowed_when_the_plan_says_so():
+    def body(world):
+        plan = {"communication": sw.Plan().communication.__class__(find_unused_parameters=True)}
+        _, _, events = trained(world, make_job(model=lambda: HalfUsed(world.rank)), **plan)
+        return [event["text"] for event in events if event["kind"] == "note"]
+
+    assert "extra.bias" in run_ranks(body, 2)[0][0]
+
+
+def test_non_finite_gradient_skips_the_step_and_is_noted():
+    class Poisoned(Points):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return (x * math.nan, y) if index == 7 else (x, y)
+
+    job = make_job(data=lambda split: Poisoned() if split == "train" else None, clip_norm=1.0)
+    _, module, events = in_one_process(job)
+    assert all(torch.isfinite(p).all() for p in module.parameters())
+    assert any("loss of step" in event.get("text", "") for event in events)
+
+
+def test_learning_rate_is_a_function_of_the_optimizer_step_alone():
+    def rates(world, accumulation):
+        seen = []
+        job = make_job(schedule=sw.schedules.Linear(warmup=2), on_step=lambda report: seen.append(report.lr))
+        trained(world, job, accumulation=accumulation)
+        return seen
+
+    one = run_ranks(rates, 1, 1)[0]
+    assert len(one) == 10
+    assert run_ranks(rates, 2, 3)[0] == one
+
+
+def test_weights_are_loaded_before_training(tmp_path):
+    torch.save(nn.Linear(1, 1).state_dict(), tmp_path / "w.pt")
+    job = make_job(weights=str(tmp_path / "w.pt"), optimizer=sw.sgd(lr=0.0))
+    _, module, _ = in_one_process(job)
+    assert torch.equal(module.weight, torch.load(tmp_path / "w.pt")["weight"])
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    torch.save({"other": torch.zeros(1)}, tmp_path / "w.pt")
+    with pytest.raises(JobError, match="other"):
+        in_one_process(make_job(weights=str(tmp_path / "w.pt")))
+
+
+def test_weights_file_that_holds_code_is_refused(tmp_path):
+    torch.save({"weight": nn.Linear(1, 1)}, tmp_path / "w.pt")
+    with pytest.raises(JobError, match="does not load"):
+        in_one_process(make_job(weights=str(tmp_path / "w.pt")))
+
+
+class Own(nn.Module):
+    """A model that returns its own mean loss, as transformers' do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+
+    def forward(self, x, y):
+        return {"loss": (self.linear(x) - y).square().mean()}
+
+
+def test_model_with_its_own_mean_loss_is_weighed_right():
+    def job():
+        loss = sw.losses.returned_by_model(count=lambda batch: batch["x"].numel())
+        collate = lambda rows: {"x": torch.stack([x for x, _ in rows]), "y": torch.stack([y for _, y in rows])}  # noqa: E731
+        return make_job(model=Own, loss=loss, collate=collate)
+
+    one = in_one_process(job())[0]
+    for ranks, accumulation in [(2, 3), (3, 2)]:
+        report = run_ranks(
+            lambda world, accumulation=accumulation: trained(world, job(), accumulation=accumulation)[0], ranks
+        )[0]
+        assert report.loss == pytest.approx(one.loss, rel=1e-5)
+
+
+def test_stream_needs_steps_and_trains_with_them():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(Points(50))
+
+    data = lambda split: Stream() if split == "train" else None  # noqa: E731
+    with pytest.raises(JobError, match="steps="):
+        in_one_process(make_job(data=data))
+    reports = run_ranks(lambda world: trained(world, make_job(data=data, epochs=None, steps=8))[0], 2)
+    assert reports[0].steps == 8
+    assert reports[0].loss == reports[1].loss
+
+
+def test_bf16_trains_close_to_fp32():
+    bf16 = sw.Plan().precision.__class__(compute="bf16")
+    fp32 = in_one_process(make_job(epochs=10))[0].evaluation["loss"]
+    assert in_one_process(make_job(epochs=10), precision=bf16)[0].evaluation["loss"] == pytest.approx(fp32, rel=0.2)
+
+
+def test_local_batch_norm_differs_from_one_process_and_sync_does_not():
+    job = make_job(
+        model=lambda: nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)),
+        data=lambda split: Points() if split == "train" else None,
+    )
+    one = in_one_process(job)[0].loss
+    assert run_ranks(lambda world: trained(world, job, batch_norm="sync")[0].loss, 2)[0] == pytest.approx(one, rel=1e-4)
+    assert run_ranks(lambda world: trained(world, job, batch_norm="local")[0].loss, 2)[0] != pytest.approx(
+        one, rel=1e-3
+    )
+
+
+def test_plan_for_another_batch_or_world_is_refused():
+    with pytest.raises(PlanError, match="= 12 samples a step, the job asks for 24"):
+        run_ranks(lambda world: sw.train(make_job(batch_size=24), Plan.preset("ddp", 1, batch_size=12), world), 1)
+    with pytest.raises(PlanError, match=r"plan\.refit\(1\)"):
+        run_ranks(lambda world: sw.train(make_job(), Plan.preset("ddp", 2, batch_size=12), world), 1)
+
+
+def test_dataset_without_length_is_refused():
+    class NoLength(Dataset):
+        def __getitem__(self, index):
+            return index
+
+    with pytest.raises(DataError, match="__len__"):
+        in_one_process(make_job(data=lambda split: NoLength()))
+
+
+def test_run_directory_holds_events_timeline_and_report(tmp_path):
+    run = RunDirectory(tmp_path)
+    plan = Plan.preset("ddp", 2, batch_size=12)
+    run_ranks(lambda world: sw.train(make_job(), plan, world, run=run, show_progress=False), 2)
+    report = json.loads(run.report_json.read_text())
+    assert report["result"]["steps"] == 10
+    assert [phase["name"] for phase in report["start_up"]] == ["model and data", "first step"]
+    assert "test loss" in run.report_markdown.read_text()
+    for rank in range(2):
+        events = [json.loads(line) for line in run.events(rank).read_text().splitlines()]
+        assert sum(len(event.get("losses", [])) for event in events) == 10
+
+
+def test_own_loop_over_a_parallel_model():
+    def body(world):
+        model = sw.parallelize(nn.Linear(1, 1), Plan.preset("ddp", world.size), world)
+        model(torch.full((1, 1), float(world.rank + 1))).sum().backward()
+        return sw.unwrap(model).weight.grad.item()
+
+    assert run_ranks(body, 2) == [1.5, 1.5]
+
+
+def test_own_loop_over_a_step():
+    def body(world):
+        step = sw.build_step(make_job(), Plan.preset("ddp", world.size, batch_size=12), world)
+        return [float(step(batch).loss_share) for batch in step.feed]
+
+    shares = run_ranks(body, 2)
+    assert len(shares[0]) == 10
+    assert shares[0] != shares[1]

@@ -1,0 +1,52 @@
+"""Reading init_method."""
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import WorldError
+from shardwise.world.rendezvous import Meeting, parse_meeting
+
+
+@pytest.mark.parametrize(
+    ("text", "meeting"),
+    [
+        ("env://", Meeting(scheme="env")),
+        ("tcp://n0:29500", Meeting(scheme="tcp", host="n0", port=29500)),
+        ("tcp://10.0.0.1:1", Meeting(scheme="tcp", host="10.0.0.1", port=1)),
+        ("tcp://[::1]:29500", Meeting(scheme="tcp", host="::1", port=29500)),
+        ("file:///scratch/a b?c#d%20", Meeting(scheme="file", path=Path("/scratch/a b?c#d%20"))),
+    ],
+)
+def test_urls_are_read(text, meeting):
+    assert parse_meeting(text) == meeting
+
+
+@pytest.mark.parametrize("text", ["env://", "tcp://n0:29500", "tcp://[::1]:29500", "file:///scratch/store"])
+def test_a_meeting_is_written_as_it_was_read(text):
+    assert str(parse_meeting(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tpc://n0:1", "did you mean 'tcp'?"),
+        ("http://n0:1", "choose one of env, file, tcp"),
+        ("n0:29500", "choose one of"),
+        ("tcp://n0", "write tcp://host:port"),
+        ("tcp://:29500", "write tcp://host:port"),
+        ("tcp://n0:http", "write tcp://host:port"),
+        ("tcp://n0:99999", "write tcp://host:port"),
+        ("tcp://[::1:29500", "write tcp://host:port"),
+        ("tcp://n0:1?rank=0&world_size=2", "pass rank= and world_size="),
+        ("tcp://n0:1/store", "write tcp://n0:1"),
+        ("file://store", "write file:///folder/file"),
+        ("file://", "write file:///folder/file"),
+        ("file:///scratch/", "write file:///folder/file"),
+    ],
+)
+def test_malformed_urls_are_refused_with_what_to_write(text, words):
+    with pytest.raises(WorldError) as caught:
+        parse_meeting(text)
+    assert repr(text) in caught.value.fact
+    assert words in caught.value.fix
