@@ -78,6 +78,18 @@ def test_evaluation_counts_every_sample_once(ranks):
     assert report.evaluation["loss"] == pytest.approx(reference.evaluation["loss"], rel=1e-5)
 
 
+def test_one_model_is_evaluated_when_batch_statistics_are_local():
+    job = make_job(model=lambda: nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+
+    def body(world):
+        report, module, _ = trained(world, job, batch_norm="local")
+        return report.evaluation["loss"], module[1].running_mean
+
+    (loss, mean), (other_loss, other_mean) = run_ranks(body, 2)
+    assert loss == other_loss
+    assert torch.equal(mean, other_mean)
+
+
 def test_evaluation_of_fewer_samples_than_ranks():
     job = make_job(data=lambda split: Points(50) if split == "train" else Points(2))
     report = run_ranks(lambda world: trained(world, job)[0], 3)[0]
@@ -258,3 +270,30 @@ def test_own_loop_over_a_step():
     shares = run_ranks(body, 2)
     assert len(shares[0]) == 10
     assert shares[0] != shares[1]
+
+
+def test_byt5_trains_on_two_ranks_like_on_one():
+    class Reverse(Dataset):
+        """Bytes and their reverse, padded to different lengths so that ranks count different numbers of tokens."""
+
+        def __len__(self):
+            return 26
+
+        def __getitem__(self, index):
+            tokens = torch.randint(3, 100, (4 + index % 3,), generator=torch.Generator().manual_seed(index))
+            pad = 6 - len(tokens)
+            return {
+                "input_ids": nn.functional.pad(tokens, (0, pad)),
+                "attention_mask": nn.functional.pad(torch.ones_like(tokens), (0, pad)),
+                "labels": nn.functional.pad(tokens.flip(0), (0, pad), value=-100),
+            }
+
+    job = make_job(
+        model=lambda: sw.models.byt5("byt5-tiny", dropout_rate=0.0),
+        data=lambda split: Reverse() if split == "train" else None,
+        loss=sw.losses.returned_by_model(count=lambda batch: (batch["labels"] != -100).sum()),
+        optimizer=sw.adamw(lr=1e-3),
+        batch_size=12,
+    )
+    one, two = in_one_process(job)[0], run_ranks(lambda world: trained(world, job)[0], 2)[0]
+    assert two.loss == pytest.approx(one.loss, rel=1e-4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from shardwise.data.loaders import ReaderShare, dataset_length, num_rows
@@ -32,6 +33,7 @@ def evaluate(
     sums = dict.fromkeys([*measures, *(f"{name}/count" for name in measures)], 0.0)
     was_training = module.training
     module.eval()
+    share_buffers(module, world)
     for batch in _reader_batches(job, plan, world, dataset):
         rows = num_rows(batch)
         moved = move(batch, world.device, torch.float64 if plan.precision.compute == "fp64" else None)
@@ -43,6 +45,16 @@ def evaluate(
     module.train(was_training)
     totals = world.sum(sums)
     return {name: totals[name] / max(1.0, totals[f"{name}/count"]) for name in measures}
+
+
+def share_buffers(module: nn.Module, world: World) -> None:
+    """Give every rank the buffers of rank 0; communicates over the world.
+
+    Local batch statistics differ by rank, and one model is evaluated, not one per rank.
+    """
+    if world.size > 1:
+        for buffer in module.buffers():
+            dist.broadcast(buffer, src=0)
 
 
 def _reader_batches(job: Job, plan: Plan, world: World, dataset: Dataset[Any]) -> DataLoader[Any]:
