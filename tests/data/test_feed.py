@@ -1,10 +1,10 @@
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 import shardwise as sw
 from shardwise.data.feed import Feed
-from shardwise.data.loaders import IndexLoader, StreamLoader
+from shardwise.data.loaders import IndexLoader, StreamLoader, stack_samples
 from shardwise.data.rows import cut_rows, fill_rows
 from shardwise.data.slices import Slices
 from shardwise.errors import DataError
@@ -129,3 +129,12 @@ def test_rows_are_filled_and_cut_through_nested_batches():
     back = cut_rows(filled, 3, 5)
     assert torch.equal(back["more"][0], batch["more"][0])
     assert back["more"][1] == "text"
+
+
+def test_samples_are_stacked_as_torch_does():
+    for samples in (
+        [(torch.ones(2), torch.tensor(1)), (torch.zeros(2), torch.tensor(2))],
+        [{"x": torch.ones(2)}, {"x": torch.zeros(2)}],
+        [(torch.ones(2), 3), (torch.zeros(2), 4)],
+    ):
+        torch.testing.assert_close(stack_samples(samples), default_collate(samples))

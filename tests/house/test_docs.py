@@ -1,11 +1,13 @@
 """Docs that cannot rot: every command in them runs, every quoted example is the file's own text."""
 
+import inspect
 import re
 import subprocess
 import textwrap
 from pathlib import Path
 
 import pytest
+from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -63,3 +65,9 @@ def test_links_lead_somewhere():
         if not (page.parent / target).exists()
     ]
     assert broken == []
+
+
+def test_the_table_of_ddp_has_every_argument():
+    page = (ROOT / "docs" / "ddp.md").read_text()
+    arguments = set(inspect.signature(DistributedDataParallel).parameters)
+    assert [name for name in sorted(arguments) if f"`{name}`" not in page] == []

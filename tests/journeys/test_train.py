@@ -103,6 +103,14 @@ def test_traceback_of_the_failing_rank_is_shown_last(tmp_path):
     assert "rank one is tired" in json.loads(error.read_text())["traceback"]
 
 
+def test_bad_input_after_the_first_step_keeps_the_run(tmp_path):
+    write_job(tmp_path, how='raise sw.ShardwiseError.__subclasses__()[0]("too late")', epochs=200)
+    (tmp_path / "mine").mkdir()
+    done = run(tmp_path, [*TRAIN, "--nproc", "2", "--run-dir", "mine/run"])
+    assert "too late" in done.stderr
+    assert (tmp_path / "mine" / "run" / "plan.toml").exists()
+
+
 def test_killed_rank_is_named_and_not_the_one_that_noticed(tmp_path):
     write_job(tmp_path, how="os.kill(os.getpid(), signal.SIGKILL)")
     done = run(tmp_path, [*TRAIN, "--nproc", "2"])

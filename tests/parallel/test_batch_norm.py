@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.parallel.batch_norm import BatchNorm, replace_batch_norms
+from shardwise.errors import JobError
+from shardwise.parallel.batch_norm import BatchNorm, foreign_batch_norms, replace_batch_norms
 from shardwise.testing import run_ranks
 
 SHAPES = {"1d": (nn.BatchNorm1d, ()), "2d": (nn.BatchNorm2d, (3, 3)), "3d": (nn.BatchNorm3d, (2, 2, 2))}
@@ -40,7 +41,7 @@ def test_uneven_shards_equal_one_process(shape, splits):
         filled[:rows] = value[start : start + rows]
         filled_grad = torch.zeros_like(grad)
         filled_grad[:rows] = grad[start : start + rows]
-        ours.real_rows = rows
+        ours.rows = (rows, 13)
         output, value_grad, weight_grad, bias_grad, mean, var = outcome(ours, filled, filled_grad)
         assert not value_grad[rows:].any()
         dist.all_reduce(weight_grad)
@@ -59,7 +60,7 @@ def test_local_norm_passes_over_filler_rows():
     norm, value, grad = make(*SHAPES["2d"])
     whole = outcome(copy.deepcopy(norm), value[:5], grad[:5])
     ours = replace_batch_norms(nn.Sequential(norm), None)[0]
-    ours.real_rows = 5
+    ours.rows = (5, 13)
     filled_grad = torch.cat([grad[:5], torch.zeros_like(grad[5:])])
     result = outcome(ours, value, filled_grad)
     torch.testing.assert_close(result[0][:5], whole[0])
@@ -69,7 +70,7 @@ def test_local_norm_passes_over_filler_rows():
 
 def test_rank_without_rows_leaves_its_local_statistics_alone():
     ours = replace_batch_norms(nn.Sequential(nn.BatchNorm1d(2)), None)[0]
-    ours.real_rows = 0
+    ours.rows = (0, 3)
     ours(torch.randn(3, 2))
     assert torch.equal(ours.running_var, torch.ones(2))
     assert ours.num_batches_tracked == 0
@@ -91,3 +92,61 @@ def test_evaluation_uses_the_running_statistics():
     value = torch.randn(2, 3, 2, 2)
     ours = replace_batch_norms(nn.Sequential(copy.deepcopy(norm)), None)[0].eval()
     torch.testing.assert_close(ours(value), norm.eval()(value))
+
+
+def test_norm_over_more_rows_than_the_batch_sees_them_all():
+    """Two views stacked into one input, frames folded into rows: not what filler is."""
+    norm, value, grad = make(*SHAPES["2d"])
+    whole = outcome(copy.deepcopy(norm), value, grad)
+    ours = replace_batch_norms(nn.Sequential(norm), None)[0]
+    for mine, theirs in zip(outcome(ours, value, grad), whole, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    ours.rows = (2, 6)
+    with pytest.raises(JobError, match="gets 13 rows in a short step that is filled to 6"):
+        ours(value)
+
+
+def test_micro_batch_without_a_row_on_any_rank_is_no_nan():
+    def on_rank(world):
+        ours = replace_batch_norms(nn.Sequential(nn.BatchNorm1d(2)), dist.group.WORLD)[0]
+        ours.rows = (0, 3)
+        value = torch.randn(3, 2, requires_grad=True)
+        ours(value)[:0].sum().backward()
+        return ours.running_mean, ours.running_var, ours.weight.grad, value.grad, ours.num_batches_tracked
+
+    for mean, var, weight_grad, value_grad, tracked in run_ranks(on_rank, 2):
+        assert torch.equal(mean, torch.zeros(2))
+        assert torch.equal(var, torch.ones(2))
+        assert not weight_grad.any()
+        assert not value_grad.any()
+        assert tracked == 0
+
+
+class ReluNorm(nn.BatchNorm2d):
+    def forward(self, value):
+        return super().forward(value).relu()
+
+
+def test_class_derived_from_batch_norm_keeps_its_own_forward():
+    model = nn.Sequential(ReluNorm(3), nn.BatchNorm2d(3))
+    replace_batch_norms(model, None)
+    assert type(model[0]) is ReluNorm
+    assert isinstance(model[1], BatchNorm)
+    assert foreign_batch_norms(model) == ["0"]
+
+
+def test_norm_used_twice_stays_one_norm():
+    norm = nn.BatchNorm1d(2)
+    model = nn.Sequential(norm, nn.Linear(2, 2), norm)
+    replace_batch_norms(model, None)
+    assert isinstance(model[0], BatchNorm)
+    assert model[0] is model[2]
+
+
+def test_norm_without_running_statistics_evaluates_alone():
+    def on_rank(world):
+        ours = replace_batch_norms(nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False)), dist.group.WORLD)
+        ours.eval()
+        return [ours(torch.randn(4, 2)).shape for _ in range(1 + world.rank)]  # ranks evaluate different numbers
+
+    assert [len(shapes) for shapes in run_ranks(on_rank, 2)] == [1, 2]

@@ -64,11 +64,18 @@ def test_dotted_override_reaches_a_section_and_says_so():
     assert plan.source("communication.bucket_mb") == "--set"
 
 
+def test_override_of_one_dtype_is_said_beside_what_chose_the_others():
+    assert settled(**{"precision.compute": "bf16"}).source("precision") == (
+        "auto: CPU computes in fp32, precision.compute by --set"
+    )
+
+
 def test_plan_file_is_taken_as_it_is(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(plan_to_toml(Plan.preset("ddp", 2, batch_size=12, accumulation=2)))
     plan = settled(str(path))
     assert (plan.micro_batch, plan.accumulation) == (3, 2)
+    assert plan.source("micro_batch") == "mine.toml"
 
 
 def test_plan_file_for_another_world_is_refused(tmp_path):

@@ -13,7 +13,8 @@ START = {
 
 def steps(first, losses):
     return {
-        "kind": "steps", "first": first, "epoch": 0, "losses": losses, "lr": 1e-3, "samples": 8, "seconds": 0.5,
+        "kind": "steps", "first": first, "epoch": 0, "losses": losses, "lr": 1e-3, "samples": 8, "skipped": 0,
+        "seconds": 0.5,
     }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 import shardwise as sw
 from shardwise.errors import DataError, JobError, PlanError
-from shardwise.plan import Plan
+from shardwise.parallel.support import require_supported
+from shardwise.plan import Communication, Plan
 from shardwise.run import EventLog, RunDirectory
 from shardwise.run.timeline import Timeline
 from shardwise.testing import run_ranks
@@ -69,13 +71,39 @@ def test_epochs_steps_and_tokens_give_the_same_training():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_evaluation_counts_every_sample_once(ranks):
-    job = make_job(metrics={"seen": sw.Metric(sum=lambda output, batch: batch[0].sum(), count=lambda batch: 1)})
-    report = run_ranks(lambda world: trained(world, job)[0], ranks)[0]
-    whole = sum(float(Points(31)[index][0]) for index in range(31))
-    batches = report.evaluation["seen"]
-    assert whole / batches == pytest.approx(round(whole / batches), rel=1e-6)
-    reference = run_ranks(lambda world: trained(world, make_job())[0], 1)[0]
-    assert report.evaluation["loss"] == pytest.approx(reference.evaluation["loss"], rel=1e-5)
+    def body(world):
+        seen = []
+
+        def note(_output, batch):
+            seen.extend((batch[0] * 31).round().flatten().int().tolist())
+            return batch[0].sum()
+
+        report, _, _ = trained(world, make_job(epochs=1, metrics={"seen": sw.Metric(sum=note)}))
+        return seen, report.evaluation
+
+    results = run_ranks(body, ranks)
+    assert sorted(i for seen, _ in results for i in seen) == list(range(31))
+    assert results[0][1]["seen"] == pytest.approx(sum(range(31)) / 31 / 31)
+
+
+def test_evaluation_leaves_training_alone():
+    """Frozen norms stay frozen, and the global random state is training's."""
+
+    class Frozen(nn.Sequential):
+        def train(self, mode=True):
+            super().train(mode)
+            self[1].eval()
+            return self
+
+    def weights(test_set):
+        job = make_job(
+            model=lambda: Frozen(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)),
+            data=lambda split: Points() if split == "train" else test_set,
+        )
+        return run_ranks(lambda world: trained(world, job)[1].state_dict(), 1)[0]
+
+    without, with_one = weights(None), weights(Points(31))
+    assert all(torch.equal(without[name], with_one[name]) for name in without)
 
 
 def test_one_model_is_evaluated_when_batch_statistics_are_local():
@@ -118,7 +146,7 @@ def test_parameters_without_gradient_on_one_rank_are_named_on_every_rank():
 
 def test_unused_parameters_are_allowed_when_the_plan_says_so():
     def body(world):
-        plan = {"communication": sw.Plan().communication.__class__(find_unused_parameters=True)}
+        plan = {"communication": Communication(find_unused_parameters=True)}
         _, _, events = trained(world, make_job(model=lambda: HalfUsed(world.rank)), **plan)
         return [event["text"] for event in events if event["kind"] == "note"]
 
@@ -297,3 +325,136 @@ def test_byt5_trains_on_two_ranks_like_on_one():
     )
     one, two = in_one_process(job)[0], run_ranks(lambda world: trained(world, job)[0], 2)[0]
     assert two.loss == pytest.approx(one.loss, rel=1e-4)
+
+
+def test_optimizer_sees_the_models_own_names_at_any_number_of_ranks():
+    def names(world):
+        seen = []
+
+        def optimizer(named_parameters):
+            named = list(named_parameters)
+            seen.extend(name for name, _ in named)
+            return torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
+
+        sw.build_step(make_job(optimizer=optimizer), Plan.preset("ddp", world.size, batch_size=12), world)
+        return seen
+
+    assert run_ranks(names, 1)[0] == run_ranks(names, 2)[0] == ["weight", "bias"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"static_graph": True},
+        {"static_graph": True, "gradient_as_bucket_view": False},
+        {"find_unused_parameters": True},
+        {"gradient_as_bucket_view": False},
+        {"broadcast_buffers": True},
+        {"bucket_mb": 0.001},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_every_communication_option_trains_like_one_process(options, accumulation):
+    job = make_job(model=lambda: nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)))
+    one = in_one_process(job)[0].loss
+    sync = "every" if "static_graph" in options else "last"
+    plan = {"accumulation": accumulation, "communication": Communication(**options), "gradient_sync": sync}
+    assert run_ranks(lambda world: trained(world, job, **plan)[0].loss, 2)[0] == pytest.approx(one, rel=1e-5)
+
+
+def test_static_graph_that_would_be_held_back_is_refused():
+    plan = Plan.preset("ddp", 1, batch_size=12, accumulation=3)
+    with pytest.raises(PlanError, match="gradient_sync"):
+        require_supported(replace(plan, communication=Communication(static_graph=True)))
+
+
+def test_parameter_that_nobody_uses_does_not_decay():
+    class Idle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = nn.Linear(1, 1), nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.used(x)
+
+    job = make_job(model=Idle, optimizer=sw.adamw(lr=0.1, weight_decay=0.5))
+    plan = {"communication": Communication(find_unused_parameters=True)}
+    one = run_ranks(lambda world: trained(world, job)[1].idle.weight, 1)[0]
+    two = run_ranks(lambda world: trained(world, job, **plan)[1].idle.weight, 2)[0]
+    assert torch.equal(one, two)
+
+
+@dataclass
+class Answer:
+    value: torch.Tensor
+
+
+class Answering(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.linear, self.how = nn.Linear(1, 1), how
+
+    def forward(self, x):
+        return self.how(self.linear(x))
+
+
+def test_filler_is_cut_from_dataclass_outputs():
+    def last_loss(how, value):
+        loss = sw.Loss(sum=lambda output, batch: (value(output) - batch[1]).square().sum())
+        job = make_job(model=lambda: Answering(how), loss=loss, epochs=1)
+        return run_ranks(lambda world: trained(world, job)[0].loss, 1)[0]
+
+    assert last_loss(Answer, lambda output: output.value) == last_loss(lambda value: value, lambda output: output)
+
+
+def test_output_in_which_filler_cannot_be_told_is_refused():
+    loss = sw.Loss(sum=lambda output, batch: output.sum())
+    job = make_job(model=lambda: Answering(lambda value: value.sum(0, keepdim=True)), loss=loss)
+    with pytest.raises(JobError, match="by_row=False"):
+        in_one_process(job)
+
+
+def test_batches_that_begin_with_text_are_counted():
+    class Named(Points):
+        def __getitem__(self, index):
+            return (f"id{index}", *super().__getitem__(index))
+
+    job = make_job(data=lambda split: Named(), forward=lambda model, batch: model(batch[1]))
+    assert math.isfinite(in_one_process(job)[0].evaluation["loss"])
+
+
+@pytest.mark.parametrize("optimizer", [sw.adamw(lr=0.1), sw.adamw(lr=0.1, fused=False), sw.sgd(lr=0.1)], ids=str)
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_non_finite_gradient_is_skipped_on_every_rank_and_counted(optimizer, clip_norm):
+    class Poisoned(Points):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return (x * math.nan, y) if index == 7 else (x, y)
+
+    def body(world):
+        job = make_job(
+            data=lambda split: Poisoned() if split == "train" else None, optimizer=optimizer, clip_norm=clip_norm
+        )
+        _, module, events = trained(world, job)
+        return sum(event.get("skipped", 0) for event in events), module.weight.item()
+
+    (skipped, weight), other = run_ranks(body, 2)
+    assert skipped == 2  # sample 7 comes once in each of two epochs
+    assert math.isfinite(weight)
+    assert other == (skipped, weight)
+
+
+def test_count_of_zero_does_not_poison_the_reported_loss():
+    loss = sw.losses.returned_by_model(count=lambda batch: 0)
+    mean = torch.tensor(math.nan, requires_grad=True)
+    assert loss.sum(mean, None) == 0
+
+
+def test_building_many_steps_makes_one_group():
+    def groups(world):
+        for _ in range(3):
+            sw.build_step(make_job(), Plan.preset("ddp", world.size, batch_size=12), world)
+        return len(torch.distributed.distributed_c10d._world.pg_map)
+
+    assert run_ranks(groups, 2)[0] == 2

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from shardwise.cli.summary import summarise
+from shardwise.errors import InputError, JobError, ShardwiseError
 from shardwise.parallel.support import require_supported
 from shardwise.plan import Device, settle
 from shardwise.run import RunDirectory, create_run
+from shardwise.run.failure import describe_failure, write_failure
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from shardwise.job import Job, JobReference
     from shardwise.plan import Plan
     from shardwise.world import World
+
+T = TypeVar("T")
 
 
 def train_in_world(
@@ -33,28 +37,58 @@ def train_in_world(
     from shardwise.world import world
 
     with world(backend=backend, device=device) as here:
-        plan = settle(
-            plan_spec,
-            batch_size=job.batch_size,
-            world_size=here.size,
-            device=_describe_device(here),
-            overrides=plan_overrides,
-        )
-        require_supported(plan)
-        run = _share_run(here, reference, plan, run_dir)
-        train(job, plan, here, run=run)
+
+        def prepare() -> tuple[Plan, RunDirectory]:
+            plan = settle(
+                plan_spec,
+                batch_size=job.batch_size,
+                world_size=here.size,
+                device=_describe_device(here),
+                overrides=plan_overrides,
+            )
+            require_supported(plan)
+            run = create_run(run_dir, reference.name)
+            write_run_inputs(run, reference, plan)
+            return plan, run
+
+        _compare_jobs(here, reference)
+        plan, run = _from_main(here, prepare)
+        try:
+            train(job, plan, here, run=run)
+        except Exception as error:
+            if here.is_main and isinstance(error, InputError) and not run.has_trained:
+                run.remove()
+            elif not isinstance(error, InputError):
+                write_failure(run.error(here.rank), describe_failure(error, here.rank))
+            raise
         if here.is_main:
             summarise(run)
 
 
-def _share_run(here: World, reference: JobReference, plan: Plan, run_dir: Path | None) -> RunDirectory:
-    """Have rank 0 make the run directory and tell the others; communicates over the world."""
-    run = None
+def _from_main(here: World, make: Callable[[], T]) -> T:
+    """Have rank 0 decide for all, also when it fails; communicates over the world."""
+    result: T | ShardwiseError | None = None
     if here.is_main:
-        run = create_run(run_dir, reference.name)
-        write_run_inputs(run, reference, plan)
-    shared: RunDirectory = here.gather(run)[0]
-    return shared
+        try:
+            result = make()
+        except ShardwiseError as error:
+            result = error
+    shared = here.gather(result)[0]
+    if isinstance(shared, ShardwiseError):
+        raise shared
+    decided: T = shared
+    return decided
+
+
+def _compare_jobs(here: World, reference: JobReference) -> None:
+    """Refuse ranks that loaded different job files; communicates over the world."""
+    digests = here.gather(reference.digest)
+    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if different:
+        raise JobError(
+            f"{reference.path} is another file on ranks {different} than on rank 0",
+            fix="copy the same file to all nodes",
+        )
 
 
 def write_run_inputs(run: RunDirectory, reference: JobReference, plan: Plan) -> None:

@@ -16,7 +16,7 @@ def summarise(run: RunDirectory) -> None:
     """Say the result of a finished run."""
     result = msgspec.json.decode(run.report_json.read_bytes())["result"]
     for name, value in result["evaluation"].items():
-        shown = f"{value:.2%}" if "accuracy" in name else f"{value:.4f}"
+        shown = "nan" if value is None else f"{value:.2%}" if "accuracy" in name else f"{value:.4f}"
         say(f"test {name:<10} {shown}")
     say(f"training time   {result['training_s']:.1f} s for {result['steps']} steps")
     say(f"run directory   {run.path}")

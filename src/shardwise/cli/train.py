@@ -143,7 +143,7 @@ def _launch(
             "launcher_pid": os.getpid(),
             "plan_sources": dict(plan.sources),
             "backend": backend,
-            "device": device if device == "cpu" else None,
+            "device": device,
         }
         follower = Follower(run)
         try:
@@ -165,7 +165,9 @@ def _conclude(outcome: Outcome, run: RunDirectory) -> int:
     if cause is None:
         summarise(run)
         return DONE
-    if cause.failure is not None and cause.failure.exit_code == BAD_INPUT:
+    if cause.failure is not None and cause.failure.exit_code == BAD_INPUT and not run.has_trained:
+        if click.get_current_context().find_root().params["debug"]:
+            complain(cause.failure.traceback)
         complain(f"shardwise: {cause.failure.message}")
         run.remove()
         return BAD_INPUT

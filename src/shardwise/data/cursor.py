@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -16,8 +15,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cursor:
+class Cursor(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Where training stands in the stream of samples: three integers, nothing about ranks."""
 
     seed: int

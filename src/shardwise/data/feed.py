@@ -68,13 +68,17 @@ class Feed:
         *,
         micro_batch: int,
         device: torch.device,
+        fill: bool = True,
         float_dtype: torch.dtype | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`group` joins the readers of different samples, and is used by nothing else; None for one reader."""
+        """`group` joins the readers of different samples on the host; None for one reader.
+
+        `fill` brings short micro-batches to the full shape, which losses by row allow.
+        """
         self._loader = loader
         self._loss = loss
-        self._micro_batch = micro_batch
+        self._micro_batch = micro_batch if fill and loss.by_row else 1
         self._device = device
         self._float_dtype = float_dtype
         self._group = group
@@ -98,17 +102,23 @@ class Feed:
         count = sum(self._loss.count_of(batch, rows) for batch, rows in pairs if rows)
         if self._group is None:
             return _Pending(loaded, micro_batches, count)
-        total = torch.tensor(count, device=self._device)
+        total = torch.tensor(count)
         work = dist.all_reduce(total, group=self._group, async_op=True)
         return _Pending(loaded, micro_batches, total, work)
 
     def _fill(self, batch: Any, rows: int) -> MicroBatch:
-        """Fill a short batch to the plan's shape, unless the loss needs exactly the real rows."""
+        """Fill a short batch to the plan's shape."""
         filled = max(rows, 1)
-        if self._loss.by_row and filled < self._micro_batch:
+        if filled < self._micro_batch:
             batch = fill_rows(batch, filled, self._micro_batch)
             filled = self._micro_batch
-        return MicroBatch(move(batch, self._device, self._float_dtype), rows, filled)
+        return MicroBatch(self._move(batch), rows, filled)
+
+    def _move(self, batch: Any) -> Any:
+        """Loaders give what the CPU can use as it is."""
+        if self._device.type == "cpu" and self._float_dtype is None:
+            return batch
+        return move(batch, self._device, self._float_dtype)
 
 
 class _Pending(msgspec.Struct, frozen=True, gc=False):

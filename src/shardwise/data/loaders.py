@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from shardwise.data.cursor import Cursor, sample_ids
 from shardwise.data.feed import LoadedStep
-from shardwise.data.rows import cut_rows
+from shardwise.data.rows import cut_rows, num_rows
 from shardwise.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sized
+    from collections.abc import Callable, Iterable, Iterator, Sized
 
     from shardwise.data.slices import Slices
 
-_BLOCK = 4096
-"""Places permuted at once: 0.1 us a sample in blocks, 100 us a call."""
+_BLOCK = 16384
+"""Places permuted at once: under 0.1 us a sample in blocks, 100 us a call."""
 
 
 class IndexLoader:
@@ -43,43 +43,77 @@ class IndexLoader:
         self._slices = slices
         self._seed = seed
         self._range = range(first_step, num_steps)
-        self._loader = DataLoader(
-            dataset,
-            batch_sampler=_Places(self),
-            collate_fn=collate,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            generator=torch.Generator().manual_seed(seed),  # leaves the global generator alone
-        )
+        self._batches: Iterable[Any]
+        collate = collate or stack_samples
+        if num_workers == 0 and not pin_memory:
+            self._batches = _Here(self, dataset, collate)
+        else:
+            self._batches = DataLoader(
+                dataset,
+                batch_sampler=_Places(self),
+                collate_fn=collate,
+                num_workers=num_workers,
+                pin_memory=pin_memory,
+                generator=torch.Generator().manual_seed(seed),  # leaves the global generator alone
+            )
 
     def steps(self) -> Iterator[LoadedStep]:
         """Yield the steps."""
-        slices, batches = self._slices, iter(self._loader)
+        slices, batches = self._slices, iter(self._batches)
+        whole_steps, whole_rows = slices.length // slices.batch_size, [slices.micro_batch] * slices.accumulation
         for number in self._range:
             epoch, step = divmod(number, slices.steps_per_epoch)
-            rows = [stop - start for start, stop in slices.places(step)]
-            loaded = list(islice(batches, slices.accumulation))
+            rows = whole_rows if step < whole_steps else [stop - start for start, stop in slices.places(step)]
+            loaded = [next(batches) for _ in rows]
             cursor = Cursor(seed=self._seed, epoch=epoch, index=step * slices.batch_size)
             yield LoadedStep(loaded, rows, slices.rows_of_step(step), cursor)
 
     def micro_batch_ids(self) -> Iterator[list[int]]:
         """Yield the sample ids of every micro-batch, in order; a spare one where a micro-batch is empty."""
         slices, number = self._slices, self._range.start
-        steps_per_block = max(1, _BLOCK // (slices.micro_batch * slices.accumulation))
+        rows = slices.micro_batch * slices.accumulation
+        whole_steps, mine = slices.length // slices.batch_size, slices.reader * rows + np.arange(rows)
         while number < self._range.stop:
             epoch, step = divmod(number, slices.steps_per_epoch)
-            last = min(step + steps_per_block, slices.steps_per_epoch, step + self._range.stop - number)
-            spans = [span for each in range(step, last) for span in slices.places(each)]
-            # A reader without rows still runs: the step's first sample stands in, and never counts.
-            spans = [(a, b) if a < b else (a // slices.batch_size * slices.batch_size,) * 2 for a, b in spans]
-            sizes = [max(1, b - a) for a, b in spans]
-            places = np.concatenate([np.arange(a, a + size) for (a, _), size in zip(spans, sizes, strict=True)])
-            ids = sample_ids(places, seed=self._seed, epoch=epoch, length=slices.length).tolist()
-            start = 0
-            for size in sizes:
-                yield ids[start : start + size]
-                start += size
+            if step == whole_steps:
+                yield from self._short_step_ids(epoch, step)
+                number += 1
+                continue
+            last = min(step + max(1, _BLOCK // rows), whole_steps, step + self._range.stop - number)
+            places = np.arange(step, last)[:, None] * slices.batch_size + mine
+            ids = sample_ids(places.ravel(), seed=self._seed, epoch=epoch, length=slices.length)
+            yield from ids.reshape(-1, slices.micro_batch).tolist()
             number += last - step
+
+    def _short_step_ids(self, epoch: int, step: int) -> Iterator[list[int]]:
+        """The last step of an epoch. A reader without rows still runs: the step's first sample stands in."""
+        slices = self._slices
+        for start, stop in slices.places(step):
+            places = np.arange(start, stop) if start < stop else np.array([step * slices.batch_size])
+            yield sample_ids(places, seed=self._seed, epoch=epoch, length=slices.length).tolist()
+
+
+def stack_samples(samples: list[Any]) -> Any:
+    """What torch's default_collate makes of samples; for tuples of tensors without its look at every type."""
+    first = samples[0]
+    if type(first) is tuple and all(type(value) is torch.Tensor for value in first):
+        return [torch.stack(values) for values in zip(*samples, strict=True)]
+    return default_collate(samples)
+
+
+class _Here:
+    """Batches read in this process: what a DataLoader without workers gives, 15 us a step sooner."""
+
+    def __init__(self, loader: IndexLoader, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
+        self._loader = loader
+        self._dataset = dataset
+        self._collate = collate
+
+    def __iter__(self) -> Iterator[Any]:
+        dataset, collate = self._dataset, self._collate
+        read_many = getattr(dataset, "__getitems__", None)
+        for ids in self._loader.micro_batch_ids():
+            yield collate(read_many(ids) if read_many else [dataset[each] for each in ids])
 
 
 class _Places:
@@ -171,13 +205,6 @@ class ReaderShare(IterableDataset[Any]):
         worker = get_worker_info()
         workers, number = (worker.num_workers, worker.id) if worker is not None else (1, 0)
         return islice(iter(self._dataset), self._reader * workers + number, None, self._readers * workers)
-
-
-def num_rows(batch: Any) -> int:
-    """Rows of a collated batch: the first dimension of its first tensor."""
-    while not isinstance(batch, torch.Tensor):
-        batch = next(iter(batch.values() if hasattr(batch, "values") else batch))
-    return int(batch.shape[0])
 
 
 def dataset_length(dataset: Sized) -> int:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from shardwise.errors import DataError, JobError
+
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Apply `fn` to every tensor in nested dicts, lists, tuples and named tuples; leave the rest alone."""
+    """Apply `fn` to every tensor in nested dicts, lists, tuples and dataclasses; leave the rest alone."""
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, Mapping):
@@ -19,12 +22,40 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
         return type(value)(*(map_tensors(fn, item) for item in value))
     if isinstance(value, list | tuple):
         return type(value)(map_tensors(fn, item) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **{name: map_tensors(fn, item) for name, item in fields.items()})
     return value
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """Every tensor of a tree, in order."""
+    found: list[torch.Tensor] = []
+    map_tensors(found.append, value)
+    return found
+
+
+def num_rows(batch: Any) -> int:
+    """Rows of a batch: the first dimension of its first tensor that has one."""
+    for tensor in tensors(batch):
+        if tensor.ndim:
+            return int(tensor.shape[0])
+    raise DataError(f"a batch of type {type(batch).__name__} holds no tensor", fix="collate samples into tensors")
 
 
 def cut_rows(value: Any, rows: int, filled: int) -> Any:
     """Keep the first `rows` of every tensor that has `filled` rows."""
     return map_tensors(lambda tensor: tensor[:rows] if _has_rows(tensor, filled) else tensor, value)
+
+
+def cut_output(output: Any, rows: int, filled: int) -> Any:
+    """Keep the first `rows` of a model's output; refuse one in which filler rows cannot be told from real ones."""
+    if not any(_has_rows(tensor, filled) for tensor in tensors(output)):
+        raise JobError(
+            f"a short step was filled to {filled} rows, and the model's output has no tensor with as many",
+            fix="return tensors of shape [rows, ...], or give Loss(..., by_row=False)",
+        )
+    return cut_rows(output, rows, filled)
 
 
 def fill_rows(value: Any, rows: int, filled: int) -> Any:

@@ -77,6 +77,8 @@ class Job:
         if self.clip_norm is not None and not _positive(self.clip_norm):
             raise JobError(f"Job.clip_norm is {self.clip_norm!r}", fix="give a number above 0, or None")
         for name, metric in self.metrics.items():
+            if name == "loss":
+                raise JobError("Job.metrics names one 'loss', which the report has already", fix="give it another name")
             if not isinstance(metric, Metric):
                 raise JobError(f"Job.metrics[{name!r}] is {metric!r}", fix="give sw.Metric(sum=..., count=...)")
         if self.lora is not None:

@@ -17,18 +17,21 @@ IGNORE = -100
 
 
 def _class_sum(output: Tensor, batch: Any) -> Tensor:
-    from torch.nn.functional import cross_entropy as torch_cross_entropy
+    import torch  # found in sys.modules: 0.1 us, where importing a name from a submodule costs 1 us
 
-    return torch_cross_entropy(output, batch[-1], reduction="sum")
+    return torch.nn.functional.cross_entropy(output, batch[-1], reduction="sum")
 
 
 def _token_sum(output: Tensor, batch: Any) -> Tensor:
-    from torch.nn.functional import cross_entropy as torch_cross_entropy
+    import torch
 
-    return torch_cross_entropy(output.flatten(0, 1), batch[-1].flatten(), ignore_index=IGNORE, reduction="sum")
+    return torch.nn.functional.cross_entropy(
+        output.flatten(0, 1), batch[-1].flatten(), ignore_index=IGNORE, reduction="sum"
+    )
 
 
-def _token_count(batch: Any) -> int:
+def count_tokens(batch: Any) -> int:
+    """Number of targets that are not ignored."""
     return int((batch[-1] != IGNORE).sum())
 
 
@@ -43,7 +46,7 @@ def _element_count(batch: Any) -> int:
 cross_entropy = Loss(sum=_class_sum)
 """One class per row: output [rows, classes], target [rows]."""
 
-token_cross_entropy = Loss(sum=_token_sum, count=_token_count)
+token_cross_entropy = Loss(sum=_token_sum, count=count_tokens)
 """One class per token: output [rows, length, vocabulary], target [rows, length], -100 ignored."""
 
 squared_error = Loss(sum=_squared_sum, count=_element_count)
@@ -58,7 +61,8 @@ def returned_by_model(count: Callable[[Any], Any]) -> Loss:
 
     def total(output: Any, batch: Any) -> Any:
         mean = output if getattr(output, "ndim", None) == 0 else _loss_of(output)
-        return mean * int(count(batch))
+        number = int(count(batch))
+        return mean * number if number else mean.nan_to_num() * 0  # a mean over nothing is NaN
 
     return Loss(sum=total, count=count, by_row=False)
 

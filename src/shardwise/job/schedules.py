@@ -40,9 +40,8 @@ class Cosine:
 
     def __call__(self, step: int, total: int) -> float:
         """Return the factor at `step`."""
-        rising = _warmup(self.warmup, step, total)
-        if rising < 1:
-            return rising
+        if step < _warmup_steps(self.warmup, total):
+            return _warmup(self.warmup, step, total)
         return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * _progress(self.warmup, step, total)))
 
 

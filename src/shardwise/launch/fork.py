@@ -63,7 +63,9 @@ def _child(body: Callable[[int], Any], rank: int, nproc: int, folder: Path) -> i
         except BaseException as error:  # noqa: BLE001 - handed to the parent, which raises it
             write_failure(folder / f"{rank}.json", describe_failure(error, rank))
             result.write_bytes(_portable(error))
-            return 1
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # here: letting go of the frames may wait for peers (DDP's destructor does)
     return 0
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.parallel.batch_norm import replace_batch_norms
+from shardwise.errors import JobError
+from shardwise.parallel.batch_norm import foreign_batch_norms, replace_batch_norms
 from shardwise.parallel.gradsync import GradSync, NoSync, ReplicaSync
 from shardwise.parallel.replicated import replicate
 
@@ -29,6 +30,12 @@ class Place:
 
 def norm_batches(module: nn.Module, plan: Plan, place: Place) -> nn.Module:
     """Give batch norms the statistics the plan asks for."""
+    foreign = foreign_batch_norms(module)
+    if foreign and place.readers is not None and plan.batch_norm == "sync":
+        raise JobError(
+            f"{', '.join(foreign)}: a batch norm class of its own cannot be synced over ranks",
+            fix="use torch's own batch norm, or --set batch_norm=local",
+        )
     return replace_batch_norms(module, place.readers if plan.batch_norm == "sync" else None)
 
 

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shardwise.errors import JobError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -21,8 +23,9 @@ class BatchNorm(_BatchNorm):
     """
 
     group: dist.ProcessGroup | None = None
-    real_rows: int | None = None
-    """Real rows of the next input, first in the batch; None means all. Set by the step before each forward."""
+    name: str = "a batch norm"
+    rows: tuple[int, int] | None = None
+    """(real, filled) rows of the next input, the real ones first; None: all are real. Set before each forward."""
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - the name is torch's
         if input.dim() < 2:
@@ -31,31 +34,34 @@ class BatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
         """Normalise; in training, communicates over `group`."""
         self._check_input_dim(input)
-        if not self.training and self.running_mean is not None:
-            return self._with(input, self.running_mean, self.running_var)
-        rows = input.shape[0] if self.real_rows is None else self.real_rows
-        if self.group is None and rows == input.shape[0]:
+        if not self.training:
+            return super().forward(input)
+        rows, filled = (input.shape[0], input.shape[0]) if self.rows is None else self.rows
+        if input.shape[0] != filled:
+            raise JobError(
+                f"{self.name} gets {input.shape[0]} rows in a short step that is filled to {filled}",
+                fix="use a batch_size that divides the dataset, or a norm that does not mix rows",
+            )
+        if self.group is None and rows == filled:
             return super().forward(input)
         output, mean, var, count = _SharedNorm.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, rows, self.group
         )
-        if rows or self.group is not None:
-            self._track(mean, var, count)
+        self._track(mean, var, count)
         return output  # type: ignore[no-any-return]
-
-    def _with(self, value: Tensor, mean: Tensor | None, var: Tensor | None) -> Tensor:
-        return functional.batch_norm(value, mean, var, self.weight, self.bias, training=False, eps=self.eps)
 
     @torch.no_grad()
     def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
-        """Move the running statistics; the variance is the unbiased one, as in torch."""
+        """Move the running statistics unless nobody had a row; the variance is the unbiased one, as in torch."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
-        self.num_batches_tracked.add_(1)
-        weight = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        seen = count > 0
+        self.num_batches_tracked.add_(seen.squeeze().to(torch.int64))
+        weight = 1.0 / self.num_batches_tracked.clamp(min=1) if self.momentum is None else self.momentum
+        moved = seen.to(self.running_mean.dtype) * weight
         unbiased = var * (count / (count - 1).clamp(min=1))
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), weight)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), moved)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), moved)
 
 
 class _SharedNorm(torch.autograd.Function):
@@ -84,6 +90,7 @@ class _SharedNorm(torch.autograd.Function):
             both = torch.stack([grad_sum, grad_centred])
             dist.all_reduce(both, group=ctx.group)
             grad_sum, grad_centred = both[0], both[1]
+        count = count.clamp(min=1)
         scale = inv_std if weight is None else inv_std * weight
         grad_value = torch.zeros_like(value)  # filler rows get none
         grad_value[: ctx.rows] = scale.view(shape) * (
@@ -113,8 +120,9 @@ def _statistics(real: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, 
     stacked = torch.stack(parts)
     means, variances, counts = stacked.split([len(mean), len(var), 1], dim=1)
     total = counts.sum(0)
-    mean = (counts * means).sum(0) / total
-    var = (counts * (variances + (means - mean).square())).sum(0) / total
+    divisor = total.clamp(min=1)  # a micro-batch may have no real row on any rank
+    mean = (counts * means).sum(0) / divisor
+    var = (counts * (variances + (means - mean).square())).sum(0) / divisor
     return mean, var, total
 
 
@@ -126,24 +134,39 @@ def _broadcast(value: Tensor) -> list[int]:
     return [1, -1, *([1] * (value.ndim - 2))]
 
 
+_TORCHS_OWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
 def replace_batch_norms(module: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
-    """Put our batch norm in place of every torch one, with the same parameters, buffers and names."""
-    if isinstance(module, _BatchNorm):
-        return _like(module, group)
-    for name, child in module.named_children():
-        replacement = replace_batch_norms(child, group)
-        if replacement is not child:
-            setattr(module, name, replacement)
-    return module
+    """Put our batch norm in place of every one of torch's, with the same parameters, buffers and names.
+
+    Classes derived from torch's have a forward of their own and are left alone: see `foreign_batch_norms`.
+    """
+    replaced: dict[int, BatchNorm] = {}  # one norm may be used in several places
+    for prefix, parent in list(module.named_modules()):
+        for name, child in parent._modules.items():  # noqa: SLF001 - named_children passes over repeats
+            if type(child) in _TORCHS_OWN:
+                path = f"{prefix}.{name}" if prefix else name
+                parent._modules[name] = replaced.setdefault(id(child), _like(child, group, path))  # noqa: SLF001
+    return _like(module, group, "the model") if type(module) in _TORCHS_OWN else module
 
 
-def _like(norm: _BatchNorm, group: dist.ProcessGroup | None) -> BatchNorm:
+def foreign_batch_norms(module: nn.Module) -> list[str]:
+    """Names of batch norms that are neither torch's nor ours: filler rows would reach their statistics."""
+    return [
+        name
+        for name, child in module.named_modules()
+        if isinstance(child, _BatchNorm) and not isinstance(child, BatchNorm) and type(child) not in _TORCHS_OWN
+    ]
+
+
+def _like(norm: Any, group: dist.ProcessGroup | None, name: str) -> BatchNorm:
     ours = BatchNorm(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
     ours.weight, ours.bias = norm.weight, norm.bias
     ours.running_mean, ours.running_var = norm.running_mean, norm.running_var
     ours.num_batches_tracked = norm.num_batches_tracked
     ours.train(norm.training)
-    ours.group = group
+    ours.group, ours.name = group, name
     return ours
 
 

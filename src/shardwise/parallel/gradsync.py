@@ -59,9 +59,14 @@ class ReplicaSync:
     def finish(self) -> None:
         """Average what was kept back, parameter by parameter; communicates over DDP's group."""
         group = self._model.process_group
-        for parameter in self._model.parameters():
-            if parameter.requires_grad:
-                if parameter.grad is None:  # another rank may have used it
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad, group=group)
-                parameter.grad /= dist.get_world_size(group)
+        parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        users = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.float32)
+        users = users.to(parameters[0].device)
+        dist.all_reduce(users, group=group)
+        for parameter, used_by in zip(parameters, users.tolist(), strict=True):
+            if not used_by:
+                continue  # no gradient anywhere: as in one process, the optimizer passes it over
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= dist.get_world_size(group)

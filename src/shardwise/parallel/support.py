@@ -23,6 +23,11 @@ def require_supported(plan: Plan) -> None:
         raise PlanError(
             f"plan compression = {plan.communication.compression!r} is not built yet", fix='use compression = "none"'
         )
+    if plan.communication.static_graph and plan.accumulation > 1 and plan.gradient_sync == "last":
+        raise PlanError(
+            "plan has static_graph with accumulation, and DDP cannot hold a static graph back",
+            fix='set gradient_sync = "every", or leave static_graph off',
+        )
     held = {plan.precision.parameter, plan.precision.optimizer, plan.precision.reduce}
     if held not in ({"fp32"}, {"fp64"}):
         raise PlanError(

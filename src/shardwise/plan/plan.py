@@ -140,7 +140,12 @@ class Plan:
 
     def source(self, name: str) -> str:
         """Say where the value of a dotted field came from."""
-        return self.sources.get(name) or self.sources.get(name.partition(".")[0], "default")
+        own = [source for key, source in self.sources.items() if key.startswith(f"{name}.")]
+        return (
+            self.sources.get(name)
+            or ", ".join(dict.fromkeys(own))
+            or self.sources.get(name.partition(".")[0], "default")
+        )
 
     def refit(self, world_size: int) -> Plan:
         """Return this plan for another number of ranks: tp, pp, cp and the global batch stay, or it is refused."""

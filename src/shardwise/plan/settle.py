@@ -80,7 +80,8 @@ def _apply_overrides(plan: Plan, overrides: Mapping[str, str]) -> Plan:
         if key == "layout":
             raise PlanError("--set layout is not how a layout is chosen", fix=f"use --plan {text}")
         plan = replace_at(plan, key, _value(key, text))
-        plan = dataclasses.replace(plan, sources={**plan.sources, key: "--set"})
+        section = {name: f"{plan.sources[name]}, {key} by --set"} if name != key and name in plan.sources else {}
+        plan = dataclasses.replace(plan, sources={**plan.sources, **section, key: "--set"})
     return plan
 
 
@@ -96,7 +97,8 @@ def _settle_batch(plan: Plan, batch_size: int, overrides: Mapping[str, str], *, 
         if not isinstance(value, int) or value < 1:
             raise PlanError(f"--set {key}={value}", fix="give a whole number of at least 1")
     if fixed and not asked:
-        asked = {"micro_batch": plan.micro_batch, "accumulation": plan.accumulation}
+        split_batch(batch_size, dp=plan.layout.dp, micro_batch=plan.micro_batch, accumulation=plan.accumulation)
+        return plan
     split = split_batch(batch_size, dp=plan.layout.dp, **asked)
     derived = f"derived: batch_size {batch_size} over {plan.layout.dp} readers"
     sources = {key: "--set" if key in overrides else derived for key in BATCH_KEYS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import time
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ class RunDirectory:
     """Where one run keeps its job, plan, events, logs, errors and report."""
 
     path: Path
+    made: tuple[Path, ...] = ()
+    """The folders that `create_run` made, outermost first: all that `remove` may delete."""
 
     @property
     def job(self) -> Path:
@@ -54,32 +57,51 @@ class RunDirectory:
         """Failure of one rank (JSON); absent when it did not fail."""
         return self.path / "errors" / f"rank{rank}.json"
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether a step was reported: from then on the directory is a result and is kept."""
+        events = self.events(0)
+        return events.exists() and b'"kind":"steps"' in events.read_bytes()
+
     def remove(self) -> None:
-        """Delete the whole directory: for runs refused before their first step."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            self.path.parent.rmdir()  # runs/, when this was its only run
+        """Delete what `create_run` made: for runs refused before their first step."""
+        for name in _FOLDERS:
+            shutil.rmtree(self.path / name, ignore_errors=True)
+        for file in (self.job, self.plan, self.timeline):
+            file.unlink(missing_ok=True)
+        for folder in reversed(self.made):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+_FOLDERS = ("events", "logs", "errors")
 
 
 def create_run(path: Path | None, name: str) -> RunDirectory:
     """Make a new run directory: `path`, or runs/NAME-TIME under the current directory."""
-    if path is None:
-        path = _free_name(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise InputError(f"run directory {path} is not empty", fix="name another one with --run-dir")
+    if path is not None:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise InputError(f"run directory {path} is not empty", fix="name another one with --run-dir")
+        return _make(path, exist_ok=True)
+    wanted = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in itertools.count(2):
+        try:
+            return _make(wanted, exist_ok=False)
+        except FileExistsError:  # two runs may start within one second
+            wanted = wanted.with_name(f"{wanted.name.rpartition('~')[0] or wanted.name}~{number}")
+    raise AssertionError("count is endless")
+
+
+def _make(path: Path, *, exist_ok: bool) -> RunDirectory:
+    made = tuple(folder for folder in [*reversed(path.parents), path] if not folder.exists())
     try:
-        for folder in ("events", "logs", "errors"):
-            (path / folder).mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=exist_ok)
+        for folder in _FOLDERS:
+            (path / folder).mkdir()
+    except FileExistsError:
+        raise
     except OSError as error:
         raise InputError(
             f"run directory {path} cannot be made ({error.strerror})", fix="name another one with --run-dir"
         ) from None
-    return RunDirectory(path)
-
-
-def _free_name(path: Path) -> Path:
-    """Two runs may start within one second."""
-    candidate, number = path, 2
-    while candidate.exists():
-        candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
-    return candidate
+    return RunDirectory(path, made)

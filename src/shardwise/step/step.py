@@ -21,8 +21,8 @@ class StepReport(msgspec.Struct, frozen=True, gc=False):
     """Counted from 0 over the whole training."""
     cursor: Cursor
     """Where the step's samples begin in the stream."""
-    loss_share: Tensor
-    """This rank's part of the loss; the parts of all readers add up to the mean over the global batch."""
+    loss_sum: Tensor
+    """Over this rank's real rows."""
     samples: int
     """Real samples over all readers."""
     denominator: int
@@ -31,6 +31,13 @@ class StepReport(msgspec.Struct, frozen=True, gc=False):
     """Learning rate of the first parameter group."""
     grad_norm: Tensor | None
     """Norm of the whole gradient before clipping; None when nothing needed it."""
+    skipped: Tensor | float
+    """1.0 when the gradient was not finite and the optimizer stood still, on every rank alike; else 0.0."""
+
+    @property
+    def loss_share(self) -> Tensor:
+        """This rank's part of the loss; the parts of all readers add up to the mean over the global batch."""
+        return self.loss_sum / max(1, self.denominator)
 
 
 class Step(Protocol):

@@ -15,6 +15,7 @@ from shardwise.data.loaders import IndexLoader, StreamLoader, dataset_length
 from shardwise.data.slices import Slices
 from shardwise.errors import DataError, JobError, PlanError
 from shardwise.parallel.apply import Place, apply_plan, gradient_sync, unwrap
+from shardwise.parallel.batch_norm import foreign_batch_norms
 from shardwise.parallel.probe import GradientProbe
 from shardwise.parallel.support import require_supported
 from shardwise.step.length import Length, training_length
@@ -41,42 +42,51 @@ def build_step(job: Job, plan: Plan, world: World, *, note: Callable[[str], None
     readers = plan.layout.dp
     reader = plan.layout.data_index(world.rank)
     torch.manual_seed(job.seed + 1 + reader)  # readers draw different dropout masks, whatever the model's init drew
-    # The feed's own group: its collectives run a step ahead of, and so beside, those of the model.
-    feed_group = world.group(range(world.size)) if readers > 1 else None
+    # On the host and by itself: its collectives run a step ahead of, and so beside, those of the model.
+    feed_group = world.host_group if readers > 1 else None
     loader, length = _make_loader(job, plan, reader, feed_group, on_gpu=world.device.type == "cuda")
+    plain = unwrap(model)
     feed = Feed(
         loader,
         job.loss,
         micro_batch=plan.micro_batch,
         device=world.device,
+        fill=not foreign_batch_norms(plain),
         float_dtype=torch.float64 if plan.precision.compute == "fp64" else None,
         group=feed_group,
     )
-    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    trainable = [(name, p) for name, p in plain.named_parameters() if p.requires_grad]
     if not trainable:
         raise JobError("the model has no trainable parameter", fix="leave some with requires_grad=True")
-    probe = GradientProbe(unwrap(model))
     return PlainStep(
         job,
         model=model,
         optimizer=job.optimizer(trainable),
         feed=feed,
         sync=gradient_sync(model, plan),
-        update=choose_update(
-            [p for _, p in trainable],
-            clip_norm=job.clip_norm,
-            fp16=plan.precision.compute == "fp16",
-            device_type=world.device.type,
-        ),
+        update=choose_update([p for _, p in trainable], clip_norm=job.clip_norm, fp16=plan.precision.compute == "fp16"),
         autocast=Autocast(device_type=world.device.type, dtype=_DTYPES.get(plan.precision.compute)),
         readers=readers,
         length=length,
-        after_first_backward=lambda: report_missing(probe.missing(feed_group), plan, note),
+        after_first_backward=_first_check(plain, plan, feed_group, note),
     )
 
 
+def _first_check(
+    module: nn.Module, plan: Plan, group: dist.ProcessGroup | None, note: Callable[[str], None]
+) -> Callable[[], None] | None:
+    """Watch the first backward for parameters without gradient; a static graph must not be held back, nor needs it."""
+    if plan.communication.static_graph and group is not None:
+        return None
+    probe = GradientProbe(module)
+    return lambda: report_missing(probe.missing(group), plan, note)
+
+
 def parallelize(model: nn.Module, plan: Plan, world: World) -> nn.Module:
-    """Put a plain module under `plan` on this rank's device, for people with their own loop; on every rank."""
+    """Put a plain module under `plan` on this rank's device, for people with their own loop; on every rank.
+
+    Autocast belongs around the loop's own forward and loss, so `plan.precision.compute` is left to it.
+    """
     require_supported(plan)
     if plan.precision.parameter == "fp64":
         model = model.double()

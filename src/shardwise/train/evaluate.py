@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from shardwise.data.loaders import ReaderShare, dataset_length, num_rows
-from shardwise.data.rows import move
+from shardwise.data.loaders import ReaderShare, dataset_length
+from shardwise.data.rows import move, num_rows
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,7 +31,7 @@ def evaluate(
     """
     measures = {"loss": job.loss, **job.metrics}
     sums = dict.fromkeys([*measures, *(f"{name}/count" for name in measures)], 0.0)
-    was_training = module.training
+    modes = [(part, part.training) for part in module.modules()]
     module.eval()
     share_buffers(module, world)
     for batch in _reader_batches(job, plan, world, dataset):
@@ -39,10 +39,11 @@ def evaluate(
         moved = move(batch, world.device, torch.float64 if plan.precision.compute == "fp64" else None)
         with autocast():
             output = job.forward(module, moved)
-        for name, measure in measures.items():
-            sums[name] += float(measure.sum(output, moved))
-            sums[f"{name}/count"] += measure.count_of(moved, rows)
-    module.train(was_training)
+            for name, measure in measures.items():
+                sums[name] += float(measure.sum(output, moved))
+                sums[f"{name}/count"] += measure.count_of(moved, rows)
+    for part, was_training in modes:  # one by one: some may have been frozen in eval mode by the user
+        part.training = was_training
     totals = world.sum(sums)
     return {name: totals[name] / max(1.0, totals[f"{name}/count"]) for name in measures}
 
@@ -65,4 +66,10 @@ def _reader_batches(job: Job, plan: Plan, world: World, dataset: Dataset[Any]) -
     else:
         length = dataset_length(dataset)  # type: ignore[arg-type]
         share = Subset(dataset, range(length * reader // readers, length * (reader + 1) // readers))
-    return DataLoader(share, batch_size=plan.micro_batch, collate_fn=job.collate, num_workers=job.num_workers)
+    return DataLoader(
+        share,
+        batch_size=plan.micro_batch,
+        collate_fn=job.collate,
+        num_workers=job.num_workers,
+        generator=torch.Generator(),  # the global one is training's: dropout must not notice an evaluation
+    )

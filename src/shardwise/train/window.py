@@ -38,12 +38,14 @@ class Window:
 
         Losses stay on the device until here: one wait for the device and one small all-reduce per window.
         """
-        reports, now = self._reports, time.perf_counter()
-        shares = torch.stack([report.loss_share for report in reports]).double()
+        reports = self._reports
+        sums = torch.stack([report.loss_sum for report in reports]).double().cpu()  # here the device is waited for
+        now = time.perf_counter()
+        shares = sums / torch.tensor([max(1, report.denominator) for report in reports])
         seconds = now - self._began
-        summed = torch.cat([shares, shares.new_tensor([seconds])])
+        summed = torch.cat([shares, torch.tensor([seconds], dtype=torch.float64)])
         if world.size > 1:
-            dist.all_reduce(summed)
+            dist.all_reduce(summed, group=world.host_group)
         *losses, all_seconds = summed.tolist()
         self._reports, self._began = [], now
         # Every rank computes the same size from the same reduced time.
@@ -58,5 +60,6 @@ class Window:
             "samples": sum(report.samples for report in reports),
             "counted": sum(report.denominator for report in reports),
             "grad_norm": float(norms[-1]) if norms else None,
+            "skipped": int(sum(report.skipped for report in reports)),
             "seconds": seconds,
         }

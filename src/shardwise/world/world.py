@@ -8,6 +8,7 @@ import socket
 import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -118,6 +119,12 @@ class World:
         total = torch.tensor([values[name] for name in names], dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return dict(zip(names, total.tolist(), strict=True))
+
+    @cached_property
+    def host_group(self) -> ProcessGroup:
+        """A gloo group of all ranks for small values on the host; communicates at its first use, on every rank."""
+        group: ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+        return group
 
     def group(self, ranks: Iterable[int]) -> ProcessGroup | None:
         """Communicate to make a group of `ranks`, called on every rank; None on those outside it."""
