@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from shardwise.errors import EnvironmentVariablesError
+from shardwise.hostlist import expand_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -104,10 +105,7 @@ def rank_environment(
     The local ranks share `cores` (None: those this process may run on). What other launchers said about this
     process is left out, the user's own settings stay, `extra` wins.
     """
-    base = os.environ if environ is None else environ
-    kept = {name: value for name, value in base.items() if not _STALE.fullmatch(name)}
-    # torchrun sets 1 thread, which leaves most cores idle when ranks are few.
-    kept.setdefault("OMP_NUM_THREADS", str(max(1, (cores or _own_cores()) // local_world_size)))
+    kept = base_environment(local_world_size=local_world_size, cores=cores, environ=environ)
     if world_size == local_world_size:
         # A host name that resolves to an outside address would send gloo's traffic there.
         kept.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -126,18 +124,34 @@ def rank_environment(
     return {**kept, **{name: str(value) for name, value in identity.items()}, **extra}
 
 
+def base_environment(
+    *, local_world_size: int, cores: int | None = None, environ: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return what all ranks of a node share, without who each of them is."""
+    base = os.environ if environ is None else environ
+    kept = {name: value for name, value in base.items() if not _STALE.fullmatch(name)}
+    # torchrun sets 1 thread, which leaves most cores idle when ranks are few.
+    kept.setdefault("OMP_NUM_THREADS", str(max(1, (cores or _own_cores()) // local_world_size)))
+    return kept
+
+
+def profiler(environ: Mapping[str, str] | None = None) -> str:
+    """Return the variable by which a profiler shows itself; a process it injects itself into must not be forked."""
+    environ = os.environ if environ is None else environ
+    names = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
+    return next((name for name in names if environ.get(name)), "")
+
+
+def num_threads(environ: Mapping[str, str] | None = None) -> int | None:
+    """Return the threads that OMP_NUM_THREADS asks for, None when it does not."""
+    first = (os.environ if environ is None else environ).get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(first) if first.isdigit() and int(first) > 0 else None
+
+
 def adopt(environ: Mapping[str, str]) -> None:
     """Make `environ` the whole environment of this process: for a rank that was forked, not started."""
     os.environ.clear()
     os.environ.update(environ)
-
-
-def expand_hosts(text: str) -> tuple[str, ...]:
-    """Return the hosts of a SLURM node list such as "n[0-2,07],x", in its order."""
-    hosts = [host for word in _words(text) for host in _expand(word, text)]
-    if not hosts:
-        raise EnvironmentVariablesError(f"SLURM's node list {text!r} names no host", fix="export MASTER_ADDR")
-    return tuple(hosts)
 
 
 def _own_cores() -> int:
@@ -355,32 +369,3 @@ def _required(environ: Mapping[str, str], name: str) -> int:
 
 def _port_of(job: str) -> int:
     return DERIVED_PORTS[zlib.crc32(job.encode()) % len(DERIVED_PORTS)]
-
-
-def _words(text: str) -> list[str]:
-    """Split at the commas outside brackets."""
-    return [word for word in re.split(r",(?![^\[]*\])", text.strip()) if word]
-
-
-def _expand(word: str, text: str) -> list[str]:
-    match = re.fullmatch(r"([^\[\]]*)\[([0-9,-]+)\](.*)", word)
-    if match is None:
-        if re.search(r"[\[\]\s]", word):
-            raise EnvironmentVariablesError(
-                f"SLURM's node list {text!r} has a part {word!r} that cannot be read", fix="export MASTER_ADDR"
-            )
-        return [word]
-    head, ranges, tail = match.groups()
-    numbers = [number for part in ranges.split(",") for number in _numbers(part, text)]
-    return [f"{head}{number}{rest}" for number in numbers for rest in (_expand(tail, text) if tail else [""])]
-
-
-def _numbers(part: str, text: str) -> list[str]:
-    """Return "07", "08", "09" for "07-09": as wide as the first is written."""
-    match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
-    if match is None:
-        raise EnvironmentVariablesError(
-            f"SLURM's node list {text!r} has a range {part!r} that cannot be read", fix="export MASTER_ADDR"
-        )
-    first, last = match[1], match[2] or match[1]
-    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]

@@ -12,7 +12,6 @@ import msgspec
 
 from shardwise.environment import identify
 from shardwise.job import JobReference  # noqa: TC001 - read at run time by msgspec
-from shardwise.launch.processes import die_with_parent
 from shardwise.run import RunDirectory
 from shardwise.run.failure import describe_failure, write_failure
 from shardwise.run.timeline import Timeline
@@ -25,9 +24,6 @@ class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
     job: JobReference
     started_at: float
     """Seconds since the epoch when the launcher began."""
-    store: str
-    """Path of the file through which the ranks meet."""
-    launcher_pid: int
     plan_sources: dict[str, str]
     """Where the launcher had each value of the plan from."""
     backend: str | None = None
@@ -37,7 +33,6 @@ class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
 def main() -> int:
     """Run the rank that the environment and the order on the command line describe; returns its exit code."""
     order = msgspec.json.decode(sys.argv[1], type=WorkerOrder)
-    die_with_parent(order.launcher_pid)
     run = RunDirectory(Path(order.run))
     timeline = Timeline(order.started_at)
     rank = identify().rank
@@ -61,18 +56,10 @@ def _train(order: WorkerOrder, run: RunDirectory, timeline: Timeline) -> None:
     from shardwise.world import world
 
     timeline.mark("import")
-    me = identify()
     job = load_job(order.job)
     plan = replace(read_plan(run.plan), sources=order.plan_sources)
     timeline.mark("job")
-    with world(
-        backend=order.backend,
-        device=order.device,
-        init_method=f"file://{order.store}",
-        rank=me.rank,
-        world_size=me.world_size,
-        local_rank=me.local_rank,
-    ) as here:
+    with world(backend=order.backend, device=order.device) as here:
         timeline.mark("world")
         train(job, plan, here, run=run, show_progress=False, timeline=timeline)
 

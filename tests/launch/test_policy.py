@@ -1,4 +1,5 @@
-from shardwise.launch import RankExit, root_cause
+from shardwise.launch import Finish, GiveUp, RankExit, root_cause
+from shardwise.launch.policy import Restart, decide
 from shardwise.run.failure import Failure, describe_failure
 
 
@@ -43,3 +44,26 @@ def test_torchs_words_for_a_lost_peer_are_known():
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:19634")
     assert describe_failure(lost, 0).peer_lost
     assert not describe_failure(ValueError("Connection closed by peer"), 0).peer_lost
+
+
+def test_second_failure_gives_up_and_names_the_rank():
+    exits = [exit_(0, 0), exit_(1, -9)]
+    limits = {"max_restarts": 1, "stop_requested": False}
+    assert decide(exits, restarts=0, **limits) == Restart(attempt=1, cause=exits[1])
+    assert decide(exits, restarts=1, **limits) == GiveUp(cause=exits[1])
+
+
+def test_bad_input_is_not_tried_again():
+    bad = Failure(rank=0, host="h", at=0, kind="E", message="m", traceback="t", exit_code=2, peer_lost=False)
+    exits = [exit_(0, 2, failure=bad)]
+    assert isinstance(decide(exits, max_restarts=5, restarts=0, stop_requested=False), GiveUp)
+
+
+def test_stop_request_ends_with_what_the_ranks_saved():
+    stopped = {"max_restarts": 5, "restarts": 0, "stop_requested": True}
+    assert decide([exit_(0, 75, stopped=True), exit_(1, -15, stopped=True)], **stopped) == Finish(exit_code=75)
+    assert decide([exit_(0, -15, stopped=True)], **stopped) == Finish()
+
+
+def test_ranks_stopped_for_no_fault_of_theirs_are_not_a_success():
+    assert isinstance(decide([exit_(0, -15, stopped=True)], max_restarts=0, restarts=0, stop_requested=False), GiveUp)

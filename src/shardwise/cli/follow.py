@@ -17,12 +17,13 @@ class Follower:
     def __init__(self, run: RunDirectory) -> None:
         self._view = ProgressView.on_stderr()
         self._events = Tail(run.events(0))
-        self._output = Tail(run.log(0))
+        self._outputs = (Tail(run.stdout(0)), Tail(run.stderr(0)))
 
     def tick(self) -> None:
         """Show what is new."""
-        for line in self._output.lines():
-            self._view.line(line.decode(errors="replace"))
+        for output in self._outputs:
+            for line in output.lines():
+                self._view.line(line.decode(errors="replace"))
         for event in self._events.events():
             self._view.show(event)
 

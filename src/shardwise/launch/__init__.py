@@ -1,18 +1,26 @@
-"""Starting, watching and stopping the ranks of a run."""
+"""Starting, watching and stopping the ranks of a run; no torch in the process that supervises."""
 
 from shardwise.launch.explain import explain_outcome
 from shardwise.launch.fork import run_forked
-from shardwise.launch.local import Entry, launch_local
-from shardwise.launch.policy import RankExit, root_cause
+from shardwise.launch.launch import Launched, LaunchSpec, launch
+from shardwise.launch.policy import Finish, GiveUp, RankExit, root_cause
 from shardwise.launch.supervise import Observer, Outcome
+from shardwise.launch.target import Module, Program, Script, Target
 
 __all__ = [
-    "Entry",
+    "Finish",
+    "GiveUp",
+    "LaunchSpec",
+    "Launched",
+    "Module",
     "Observer",
     "Outcome",
+    "Program",
     "RankExit",
+    "Script",
+    "Target",
     "explain_outcome",
-    "launch_local",
+    "launch",
     "root_cause",
     "run_forked",
 ]

@@ -37,6 +37,6 @@ def _evidence(cause: RankExit, run: RunDirectory) -> str:
     """The rank's own traceback, or the end of its log when it could not write one."""
     if cause.failure is not None:
         return f"rank {cause.rank}:\n{cause.failure.traceback.rstrip()}"
-    log = run.log(cause.rank)
+    log = run.stderr(cause.rank)
     tail = log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if log.exists() else []
     return "\n".join([f"rank {cause.rank}, end of {log}:", *tail]) if tail else ""

@@ -8,14 +8,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class RankProcess:
@@ -37,22 +40,32 @@ class RankProcess:
                 self._returncode = os.waitstatus_to_exitcode(status)
         return self._returncode
 
+    def end(self) -> None:
+        """Kill the rank and whatever it started, and wait until it is gone."""
+        self.signal(signal.SIGKILL)
+        while self.poll() is None:
+            time.sleep(0.001)
+
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the rank and to whatever it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
 
-def start_program(rank: int, argv: Sequence[str], environ: Mapping[str, str], log: Path) -> RankProcess:
-    """Start a program as one rank, in its own process group, with its output in `log`."""
-    with log.open("ab") as output:
+def start_program(
+    rank: int, argv: Sequence[str], environ: Mapping[str, str], *, stdout: Path | None, stderr: Path | None
+) -> RankProcess:
+    """Start a program as one rank in its own process group, its output appended to files; None is the terminal."""
+    with contextlib.ExitStack() as files:
+        out, err = (None if path is None else files.enter_context(path.open("ab")) for path in (stdout, stderr))
         popen = subprocess.Popen(
             list(argv),
             env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            stdin=None if out is None else subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            process_group=0,
+            preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - the supervisor has one thread
         )
     return RankProcess(rank, popen.pid, popen)
 
@@ -89,3 +102,38 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died between our start and the call above
         os._exit(1)
+
+
+def become_reaper() -> None:
+    """Have orphans of our descendants handed to this process, so that it can find and end them (Linux)."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_descendants() -> None:
+    """Kill every descendant of this process, again and again until none is left (Linux)."""
+    while pids := _descendants(os.getpid()):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, 0)[0]:
+                pass
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return running descendants from /proc; zombies wait for their own parent and do not count."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            state, parent, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
+            if state != "Z":
+                children.setdefault(int(parent), []).append(int(entry.name))
+    found, waiting = [], [pid]
+    while waiting:
+        mine = children.get(waiting.pop(), [])
+        found += mine
+        waiting += mine
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import signal
@@ -22,9 +23,13 @@ if TYPE_CHECKING:
 
 TICK_S = 0.1
 SETTLE_S = 0.5
-"""After the first failure the others get this long to end by themselves: the root cause may be seen second."""
-GRACE_S = 5.0
-"""Between SIGTERM and SIGKILL."""
+"""After a failure that another may explain, the others get this long to end by themselves."""
+GRACE_S = 30.0
+"""Between a stop request to a rank and its end by force."""
+FAILURE_GRACE_S = 5.0
+"""The same after a failure: what a rank could still save needs the one that failed."""
+_FORWARDED = {signal.SIGUSR1: signal.SIGUSR1}
+"""What ranks get for a signal the launcher got; SIGTERM for all others: Ctrl-C should not print N tracebacks."""
 
 
 class Observer(Protocol):
@@ -53,7 +58,8 @@ class _Watch:
     exits: list[RankExit] = field(default_factory=list)
     signals: list[int] = field(default_factory=list)
     stopping_since: float | None = None
-    first_failure_at: float | None = None
+    stop_at: float = math.inf
+    """When all others are stopped because one failed."""
     killed: bool = False
 
 
@@ -62,10 +68,12 @@ def supervise(
     *,
     failure_path: Callable[[int], Path],
     observers: Sequence[Observer] = (),
+    store: RankProcess | None = None,
+    grace_s: float = GRACE_S,
     timeout_s: float | None = None,
     before_kill: Callable[[RankProcess], None] | None = None,
 ) -> Outcome:
-    """Wait for all ranks; after a failure, a signal or the time limit, stop every rank and reap it."""
+    """Wait for all ranks; after a failure, a signal, the store's end or the time limit, stop all and reap them."""
     watch = _Watch({process.rank: process for process in processes})
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     timed_out: tuple[int, ...] = ()
@@ -74,6 +82,8 @@ def supervise(
             wait(TICK_S)
             now = time.monotonic()
             _reap(watch, now, failure_path)
+            if store is not None and store.poll() is not None:
+                watch.stop_at = min(watch.stop_at, now)  # without it ranks would wait for each other until a time limit
             for observer in observers:
                 observer.tick()
             if deadline is not None and now > deadline and watch.running and not timed_out:
@@ -82,7 +92,7 @@ def supervise(
                     if before_kill is not None:
                         before_kill(process)
                 _kill(watch)
-            _stop_if_needed(watch, now)
+            _stop_if_needed(watch, now, grace_s)
     exits = tuple(sorted(watch.exits, key=lambda exit_: exit_.rank))
     interrupted = watch.signals[0] if watch.signals else 0
     return Outcome(exits=exits, interrupted=interrupted, timed_out=timed_out)
@@ -103,19 +113,22 @@ def _reap(watch: _Watch, now: float, failure_path: Callable[[int], Path]) -> Non
             at=now,
         )
         watch.exits.append(exit_)
-        if exit_.failed and watch.first_failure_at is None:
-            watch.first_failure_at = now
+        if exit_.failed:
+            watch.stop_at = min(watch.stop_at, now if exit_.is_certain else now + SETTLE_S)
 
 
-def _stop_if_needed(watch: _Watch, now: float) -> None:
-    """Stop in three steps: settle, SIGTERM, SIGKILL. A second signal from the user skips to the last."""
+def _stop_if_needed(watch: _Watch, now: float, grace_s: float) -> None:
+    """Stop in two steps, ask and kill. A second signal from the user skips to the last."""
+    limit_s = grace_s if watch.signals else min(grace_s, FAILURE_GRACE_S)
     if watch.stopping_since is None:
-        failed_long_ago = watch.first_failure_at is not None and now - watch.first_failure_at > SETTLE_S
-        if watch.signals or failed_long_ago:
+        if watch.signals or now >= watch.stop_at:
             watch.stopping_since = now
+            number = (
+                _FORWARDED.get(signal.Signals(watch.signals[0]), signal.SIGTERM) if watch.signals else signal.SIGTERM
+            )
             for process in watch.running.values():
-                process.signal(signal.SIGTERM)
-    elif not watch.killed and (now - watch.stopping_since > GRACE_S or len(watch.signals) > 1):
+                process.signal(number)
+    elif not watch.killed and (now - watch.stopping_since > limit_s or len(watch.signals) > 1):
         _kill(watch)
 
 
@@ -150,12 +163,12 @@ def _wakeups(processes: Sequence[RankProcess]) -> Iterator[Callable[[float], obj
 
 @contextlib.contextmanager
 def _caught_signals(seen: list[int]) -> Iterator[None]:
-    """Collect SIGINT, SIGTERM and SIGHUP instead of dying from them with ranks still running."""
+    """Collect SIGINT, SIGTERM, SIGHUP and SIGUSR1 instead of dying from them with ranks still running."""
 
     def remember(number: int, _frame: FrameType | None) -> None:
         seen.append(number)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     try:
         before = {number: signal.signal(number, remember) for number in numbers}
     except ValueError:  # not the main thread: signals go to somebody else

@@ -49,9 +49,13 @@ class RunDirectory:
         """Events of one rank, one JSON object per line."""
         return self.path / "events" / f"rank{rank}.jsonl"
 
-    def log(self, rank: int) -> Path:
-        """Standard output and error of one rank."""
-        return self.path / "logs" / f"rank{rank}.log"
+    def stdout(self, rank: int) -> Path:
+        """Standard output of one rank."""
+        return self.path / "logs" / f"rank{rank}.out"
+
+    def stderr(self, rank: int) -> Path:
+        """Standard error of one rank."""
+        return self.path / "logs" / f"rank{rank}.err"
 
     def error(self, rank: int) -> Path:
         """Failure of one rank (JSON); absent when it did not fail."""

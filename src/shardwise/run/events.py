@@ -51,16 +51,20 @@ class Tail:
         self._offset = 0
         self._rest = b""
 
-    def lines(self) -> Iterator[bytes]:
-        """Yield the whole lines that are new."""
+    def read(self) -> bytes:
+        """Return what is new, whole lines or not."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
                 new = file.read()
         except FileNotFoundError:
-            return
+            return b""
         self._offset += len(new)
-        *whole, self._rest = (self._rest + new).split(b"\n")
+        return new
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield the whole lines that are new."""
+        *whole, self._rest = (self._rest + self.read()).split(b"\n")
         yield from whole
 
     def events(self) -> Iterator[dict[str, Any]]:

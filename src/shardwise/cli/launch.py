@@ -1,0 +1,73 @@
+"""`shardwise launch`: any script on N processes, with torchrun's options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from shardwise.run.console import complain, say
+from shardwise.run.exitcodes import INTERRUPTED, JOB_FAILED
+
+
+@click.command(
+    "launch",
+    context_settings={
+        "token_normalize_func": lambda token: token.replace("_", "-"),
+        "allow_interspersed_args": False,  # options stand before the script, the rest is the script's
+        "auto_envvar_prefix": "PET",  # torchrun reads PET_NNODES and its like
+    },
+    no_args_is_help=True,
+)
+@click.option(
+    "--nproc-per-node", "--nproc", "nproc_per_node", default="1", help="Processes: a number, gpu, cpu or auto."
+)
+@click.option("--max-restarts", type=click.IntRange(min=0), default=0, help="Times to start all again after a failure.")
+@click.option("--standalone", is_flag=True, help="One machine, any free port (the default).")
+@click.option("--nnodes", default="1", help="Machines: N or MIN:MAX; 1 for now.")
+@click.option("--node-rank", type=int, default=0, help="Which machine this is.")
+@click.option("--rdzv-backend", default="static", help="static or c10d; alike on one machine.")
+@click.option("--rdzv-endpoint", default="", metavar="HOST:PORT", help="Where ranks meet.")
+@click.option("--rdzv-id", default="none", help="Name of the job, in TORCHELASTIC_RUN_ID.")
+@click.option("--rdzv-conf", default="", help="Accepted for torchrun's sake.")
+@click.option("--master-addr", default="127.0.0.1", help="Accepted for torchrun's sake: one machine meets on loopback.")
+@click.option("--master-port", type=int, help="Port of the store (default: a free one).")
+@click.option("--local-addr", help="Accepted for torchrun's sake.")
+@click.option("--role", default="default", help="Accepted for torchrun's sake.")
+@click.option("--monitor-interval", type=float, help="Accepted for torchrun's sake: exits are seen at once.")
+@click.option(
+    "--start-method", type=click.Choice(["fork", "spawn"]), default="fork", help="fork from one import of torch."
+)
+@click.option(
+    "--shutdown-timeout", type=click.FloatRange(min=0), default=30.0, help="Seconds from a stop request to a kill."
+)
+@click.option("--log-dir", "--run-dir", "log_dir", type=click.Path(path_type=Path), help="Default: runs/NAME-TIME.")
+@click.option("-r", "--redirects", help="Output to files only: 0-3 or RANK:N,...; 0 keeps the terminal.")
+@click.option("-t", "--tee", default="0", help="Output to files and, with its rank, here: 0-3 or RANK:N,...")
+@click.option("--local-ranks-filter", default="", help="Show only these ranks, such as 0,1.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as with python -m.")
+@click.option("--no-python", is_flag=True, help="SCRIPT is any program.")
+@click.option("--dry-run", is_flag=True, help="Print what would run.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def command(*, script: str, arguments: tuple[str, ...], log_dir: Path | None, dry_run: bool, **options: object) -> int:
+    """Start SCRIPT on many processes of this machine, in place of torchrun."""
+    from shardwise.cli.launch_plan import describe, settle_launch
+    from shardwise.cli.tee import Tee
+    from shardwise.launch import GiveUp, explain_outcome, launch
+    from shardwise.run import create_run
+
+    settled = settle_launch(script, arguments, options)
+    if dry_run:
+        say(describe(settled))
+        return 0
+    run = create_run(log_dir, settled.spec.target.name)
+    tee = Tee(run, settled.shown)
+    launched = launch(settled.spec, run, observers=[tee], note=complain)
+    if launched.outcome.interrupted and launched.decision.exit_code == 0:  # type: ignore[union-attr]
+        return INTERRUPTED
+    if isinstance(launched.decision, GiveUp):
+        complain(explain_outcome(launched.outcome, run))
+        complain(f"shardwise: the run is in {run.path}")
+        return JOB_FAILED
+    return launched.decision.exit_code  # type: ignore[union-attr]

@@ -1,0 +1,89 @@
+"""From torchrun's options to one settled launch."""
+
+from __future__ import annotations
+
+import ast
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.environment import profiler
+from shardwise.errors import LaunchError
+from shardwise.hardware import probe_gpus, usable_cores
+from shardwise.launch import LaunchSpec, Module, Program, Script, Target
+from shardwise.launch.options import Shown, check_one_node, read_nodes, read_nproc, read_port, shown
+from shardwise.launch.target import check_target
+
+_DYNAMO_USERS = ("DistributedDataParallel", "fully_shard", "FullyShardedDataParallel", "compile", "DDP")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettledLaunch:
+    """What will run, and how its output is shown."""
+
+    spec: LaunchSpec
+    shown: list[tuple[Shown, Shown]]
+
+
+def settle_launch(script: str, arguments: tuple[str, ...], options: dict[str, Any]) -> SettledLaunch:
+    """Check every option and the target; nothing is started yet."""
+    if options["module"] and options["no_python"]:
+        raise LaunchError("--module and --no-python contradict each other", fix="use one of them")
+    check_one_node(read_nodes(options["nnodes"]), options["node_rank"], options["rdzv_backend"])
+    nproc = read_nproc(options["nproc_per_node"], num_gpus=len(probe_gpus()), num_cores=usable_cores())
+    target: Target = Script(script, arguments)
+    if options["module"]:
+        target = Module(script, arguments)
+    elif options["no_python"]:
+        target = Program(script, arguments)
+    check_target(target)
+    views = shown(
+        redirects=options["redirects"], tee=options["tee"], ranks_filter=options["local_ranks_filter"], nproc=nproc
+    )
+    spec = LaunchSpec(
+        target=target,
+        nproc=nproc,
+        max_restarts=options["max_restarts"],
+        run_id=options["rdzv_id"],
+        port=read_port(options["rdzv_endpoint"], options["master_port"], standalone=options["standalone"]),
+        fork=options["start_method"] == "fork" and not profiler() and not _is_folder(target),
+        on_terminal=tuple((out.terminal, err.terminal) for out, err in views),
+        grace_s=options["shutdown_timeout"],
+        preload=_preload(target),
+    )
+    return SettledLaunch(spec=spec, shown=views)
+
+
+def describe(settled: SettledLaunch) -> str:
+    """Return the command line of every rank with the variables it gets, one per line."""
+    spec = settled.spec
+    how = "forked from one process that imports torch" if spec.fork else "each a fresh process"
+    port = spec.port or "a free one"
+    lines = [f"# {spec.nproc} ranks, {how}; store on 127.0.0.1, port {port}; {spec.max_restarts} restarts"]
+    for rank in range(spec.nproc):
+        variables = f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE={spec.nproc} LOCAL_WORLD_SIZE={spec.nproc}"
+        lines.append(f"{variables} {shlex.join(spec.target.argv())}")
+    return "\n".join(lines)
+
+
+def _is_folder(target: Target) -> bool:
+    """Folders and zip files with a __main__.py are left to a fresh interpreter."""
+    return isinstance(target, Script) and not target.path.endswith((".py", ".pyw"))
+
+
+def _preload(target: Target) -> tuple[str, ...]:
+    """What the fork parent imports: torch if the script can be seen to, and what its first DDP would bring in.
+
+    A guess from the script's own words, wrong at no cost but time: whatever is missing is imported by the rank.
+    """
+    if not isinstance(target, Script):
+        return ("torch", "numpy")
+    try:
+        tree = ast.parse(Path(target.path).read_bytes())
+    except (SyntaxError, ValueError, OSError):
+        return ()
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return ("torch", "numpy", "torch._dynamo") if names & set(_DYNAMO_USERS) else ("torch", "numpy")

@@ -1,0 +1,98 @@
+"""What a forked child does: become the user's program, or serve the store of one attempt."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.environment import adopt, num_threads
+from shardwise.launch.main_module import become, execute
+from shardwise.launch.processes import die_with_parent
+from shardwise.run.failure import describe_failure, write_failure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardwise.launch.orders import StartRank, StartStore
+
+
+def rank_work(order: StartRank, parent: int) -> Callable[[], None]:
+    """Set this fresh fork up as a rank, and return what runs its target."""
+    os.setpgid(0, 0)
+    die_with_parent(parent)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+    _redirect(order)
+    adopt(order.environ)
+    _settle_libraries()
+    return partial(_run, order)
+
+
+def _redirect(order: StartRank) -> None:
+    for path, stream, descriptor in ((order.stdout, sys.stdout, 1), (order.stderr, sys.stderr, 2)):
+        if path is not None:
+            with Path(path).open("ab") as file:
+                os.dup2(file.fileno(), descriptor)
+        # What a rank says is seen when it says it, as on a terminal, though it may go to a file.
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    null = os.open(os.devnull, os.O_RDONLY)
+    if order.stdout is not None:
+        os.dup2(null, 0)
+    os.close(null)
+
+
+def _settle_libraries() -> None:
+    """Bring what libraries read at import in line with this rank: threads, debug level, random state."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(num_threads() or torch.get_num_threads())
+        if torch.distributed.is_available():
+            torch.distributed.set_debug_level_from_env()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()  # a fresh interpreter draws its own; Python's `random` does so after a fork by itself
+
+
+def _run(order: StartRank) -> None:
+    try:
+        execute(become(order.target))
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - written down for the supervisor, then shown as Python shows it
+        own = error.__traceback__
+        while own is not None and Path(own.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
+            own = own.tb_next  # our frames say nothing to the user
+        error = error.with_traceback(own)
+        write_failure(Path(order.failure), describe_failure(error, order.rank))
+        traceback.print_exception(error)
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def store_work(order: StartStore, descriptor: int | None, parent: int) -> Callable[[], None]:
+    """Return what serves one attempt's store on a socket the supervisor has bound, until the parent is gone."""
+    die_with_parent(parent)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # it ends with its attempt, not before
+
+    def serve() -> None:
+        import torch.distributed as dist
+
+        # The port is the supervisor's own socket: bound to one interface, where TCPStore itself would take all.
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1",
+            order.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=60),
+            master_listen_fd=descriptor,
+        )
+        while store is not None:
+            signal.pause()
+
+    return serve

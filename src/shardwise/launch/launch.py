@@ -1,0 +1,143 @@
+"""One launch: attempts of all ranks together, each with a store of its own, until they are done or given up."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwise.environment import base_environment, rank_environment
+from shardwise.errors import LaunchError
+from shardwise.hardware import usable_cores
+from shardwise.launch.policy import Decision, Restart, decide
+from shardwise.launch.starters import ForkStarter, Output, PlainStarter, Starter
+from shardwise.launch.supervise import Observer, Outcome, supervise
+from shardwise.launch.target import Program, Target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from shardwise.run import RunDirectory
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSpec:
+    """What to launch on this machine, settled."""
+
+    target: Target
+    nproc: int
+    max_restarts: int = 0
+    run_id: str = "none"
+    port: int = 0
+    """Of the first attempt's store; 0 takes a free one."""
+    fork: bool = True
+    """Whether ranks may be forked from one warm parent."""
+    on_terminal: tuple[tuple[bool, bool], ...] = ()
+    """By rank, whether (standard output, standard error) stay on the terminal; none by default."""
+    grace_s: float = 30.0
+    """Between asking ranks to stop and killing them."""
+    preload: tuple[str, ...] = ("torch",)
+    """Modules that the fork parent imports; never the user's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """How a launch ended."""
+
+    decision: Decision
+    outcome: Outcome
+    """Of the last attempt."""
+    restarts: int
+
+
+def launch(
+    spec: LaunchSpec,
+    run: RunDirectory,
+    *,
+    observers: Sequence[Observer] = (),
+    note: Callable[[str], None] = lambda _: None,
+) -> Launched:
+    """Run the target on all ranks, again after failures as the spec allows; nothing is left running after."""
+    with _starter(spec, note) as starter:
+        restarts = 0
+        while True:
+            outcome = _attempt(spec, run, starter, restarts, observers)
+            decision = decide(
+                outcome.exits,
+                max_restarts=spec.max_restarts,
+                restarts=restarts,
+                stop_requested=bool(outcome.interrupted),
+            )
+            if not isinstance(decision, Restart):
+                return Launched(decision=decision, outcome=outcome, restarts=restarts)
+            restarts = decision.attempt
+            note(f"rank {decision.cause.rank} failed; restart {restarts} of {spec.max_restarts}")
+
+
+@contextlib.contextmanager
+def _starter(spec: LaunchSpec, note: Callable[[str], None]) -> Iterator[Starter]:
+    """Choose how ranks are started, and say so where it is not by fork."""
+    if not spec.fork or isinstance(spec.target, Program):
+        yield PlainStarter()
+        return
+    environ = base_environment(local_world_size=spec.nproc, cores=usable_cores())
+    with ForkStarter(environ, spec.preload) as forking:
+        refusal = forking.wait_until_ready()
+        if refusal:
+            note(f"ranks are started one by one, not forked: {refusal}")
+            yield PlainStarter()
+        else:
+            yield forking
+
+
+def _attempt(
+    spec: LaunchSpec, run: RunDirectory, starter: Starter, restarts: int, observers: Sequence[Observer]
+) -> Outcome:
+    """Start a store and all ranks, and wait until the last has ended."""
+    # A fresh server on a fresh port for every attempt: keys of a dead attempt can mislead nobody.
+    with _listener(spec.port if restarts == 0 else 0) as listener:
+        port = listener.getsockname()[1]
+        store = starter.start_store(listener)
+    try:
+        ranks = []
+        for rank in range(spec.nproc):
+            environ = rank_environment(
+                rank=rank,
+                world_size=spec.nproc,
+                local_rank=rank,
+                local_world_size=spec.nproc,
+                cores=usable_cores(),
+                extra={
+                    "MASTER_ADDR": LOOPBACK,
+                    "MASTER_PORT": str(port),
+                    "TORCHELASTIC_USE_AGENT_STORE": "True",
+                    "TORCHELASTIC_RESTART_COUNT": str(restarts),
+                    "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+                    "TORCHELASTIC_RUN_ID": spec.run_id,
+                },
+            )
+            run.error(rank).unlink(missing_ok=True)
+            out, err = spec.on_terminal[rank] if spec.on_terminal else (False, False)
+            output = Output(stdout=None if out else run.stdout(rank), stderr=None if err else run.stderr(rank))
+            ranks.append(starter.start_rank(rank, spec.target, environ, output=output, failure=run.error(rank)))
+        return supervise(ranks, failure_path=run.error, observers=observers, store=store, grace_s=spec.grace_s)
+    finally:
+        store.end()
+
+
+@contextlib.contextmanager
+def _listener(port: int) -> Iterator[socket.socket]:
+    """Bind the attempt's port on loopback only; TCPStore by itself would listen on every interface."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((LOOPBACK, port))
+        except OSError as error:
+            raise LaunchError(
+                f"port {port} is taken ({error.strerror})", fix="leave --master-port out, or name another"
+            ) from None
+        listener.listen(2048)
+        yield listener

@@ -1,0 +1,129 @@
+"""What users type after torchrun, read into settled values; pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from shardwise.errors import LaunchError
+
+STREAMS = ("stdout", "stderr")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """How the output of one stream of one rank is shown; it is always in the run directory unless `terminal`."""
+
+    terminal: bool = False
+    """The rank keeps the launcher's own terminal."""
+    copied: bool = True
+    """Copied to the launcher's output as it is written."""
+    prefixed: bool = False
+    """Each copied line begins with its rank."""
+
+
+def read_nproc(text: str, *, num_gpus: int, num_cores: int) -> int:
+    """Read --nproc-per-node: a number, gpu, cpu or auto (GPUs where there are some, else cores)."""
+    if text == "gpu" and not num_gpus:
+        raise LaunchError("--nproc-per-node gpu, but no NVIDIA GPU is visible", fix="use a number, cpu or auto")
+    named = {"gpu": num_gpus, "cpu": num_cores, "auto": num_gpus or num_cores}
+    if text in named:
+        return named[text]
+    if not re.fullmatch(r"[0-9]+", text) or int(text) < 1:
+        raise LaunchError(f"--nproc-per-node is {text!r}", fix="use a number of at least 1, gpu, cpu or auto")
+    if num_gpus and int(text) > num_gpus:
+        raise LaunchError(
+            f"--nproc-per-node {text} is more than the {num_gpus} GPUs that are visible",
+            fix=f"use {num_gpus}, or export CUDA_VISIBLE_DEVICES= for ranks on the CPU",
+        )
+    return int(text)
+
+
+def read_nodes(text: str) -> tuple[int, int]:
+    """Read --nnodes: N, or MIN:MAX for elastic worlds."""
+    match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", text)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= least <= most:
+        raise LaunchError(f"--nnodes is {text!r}", fix="use a number of nodes, or MIN:MAX")
+    return least, most
+
+
+def check_one_node(nodes: tuple[int, int], node_rank: int, rdzv_backend: str) -> None:
+    """Refuse what needs several machines, and what contradicts itself."""
+    least, most = nodes
+    if not 0 <= node_rank < most:
+        raise LaunchError(f"--node-rank {node_rank} is not below --nnodes {most}", fix=f"use 0 to {most - 1}")
+    if least > 1:
+        raise LaunchError(f"--nnodes {least}: several machines are not built yet", fix="use torchrun for them")
+    if rdzv_backend not in {"static", "c10d"}:
+        raise LaunchError(f"--rdzv-backend is {rdzv_backend!r}", fix="use static or c10d")
+
+
+def read_port(endpoint: str, master_port: int | None, *, standalone: bool) -> int:
+    """Read the port of the store: --master-port, else the one of --rdzv-endpoint, else 0 for a free one."""
+    _, colon, port = endpoint.rpartition(":")
+    given = int(port) if colon and port.isdigit() else None
+    if standalone and (given or master_port):
+        raise LaunchError(
+            f"--standalone finds a port by itself, and {given or master_port} is named", fix="leave one of them out"
+        )
+    if given and master_port and given != master_port:
+        raise LaunchError(
+            f"--rdzv-endpoint names port {given} and --master-port {master_port}", fix="leave one of them out"
+        )
+    chosen = master_port or given or 0
+    if not 0 <= chosen < 1 << 16:
+        raise LaunchError(f"port {chosen} is not a port", fix="use 1 to 65535")
+    return chosen
+
+
+def read_streams(option: str, text: str, nproc: int) -> list[tuple[bool, bool]]:
+    """Read --redirects or --tee, as torchrun does: 0 none, 1 stdout, 2 stderr, 3 both, or RANK:N,RANK:N."""
+    values = dict.fromkeys(range(nproc), 0)
+    if re.fullmatch(r"[0-3]", text):
+        values = dict.fromkeys(values, int(text))
+    elif re.fullmatch(r"[0-9]+:[0-3](,[0-9]+:[0-3])*", text):
+        pairs = (part.split(":") for part in text.split(","))
+        named = {int(rank): int(value) for rank, value in pairs}
+        unknown = [rank for rank in named if rank not in values]
+        if unknown:
+            raise LaunchError(f"--{option} names rank {unknown[0]}", fix=f"use 0 to {nproc - 1}")
+        values.update(named)
+    else:
+        raise LaunchError(f"--{option} is {text!r}", fix="use 0, 1, 2 or 3, or RANK:N,RANK:N")
+    return [(bool(value & 1), bool(value & 2)) for _, value in sorted(values.items())]
+
+
+def read_ranks(text: str, nproc: int) -> frozenset[int]:
+    """Read --local-ranks-filter: ranks whose output is shown; empty shows all."""
+    if not text:
+        return frozenset(range(nproc))
+    try:
+        ranks = frozenset(int(part) for part in text.split(","))
+    except ValueError:
+        raise LaunchError(f"--local-ranks-filter is {text!r}", fix="use ranks such as 0,1") from None
+    if not ranks <= frozenset(range(nproc)):
+        raise LaunchError(f"--local-ranks-filter {text} names ranks beyond {nproc - 1}", fix=f"use 0 to {nproc - 1}")
+    return ranks
+
+
+def shown(*, redirects: str | None, tee: str, ranks_filter: str, nproc: int) -> list[tuple[Shown, Shown]]:
+    """Return how (stdout, stderr) of each rank are shown.
+
+    By default every rank's output is copied to the terminal and kept in the run directory; --redirects keeps it
+    there alone, --redirects 0 leaves the rank on the terminal, --tee copies with the rank before each line.
+    """
+    hidden = read_streams("redirects", redirects or "0", nproc)
+    teed = read_streams("tee", tee, nproc)
+    visible = read_ranks(ranks_filter, nproc)
+    return [
+        tuple(  # type: ignore[misc]
+            Shown(
+                terminal=redirects == "0" and not teed[rank][stream] and rank in visible,
+                copied=rank in visible and (teed[rank][stream] or not hidden[rank][stream]),
+                prefixed=teed[rank][stream],
+            )
+            for stream in range(2)
+        )
+        for rank in range(nproc)
+    ]

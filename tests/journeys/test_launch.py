@@ -1,0 +1,303 @@
+"""`shardwise launch` beside torchrun: the same scripts, the same variables, and nothing left behind."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+LAUNCH = [sys.executable, "-m", "shardwise", "launch"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+SCRIPT = """
+import atexit, os, signal, sys, time
+import torch, torch.distributed as dist
+
+atexit.register(lambda: os.write(1, f"atexit {os.environ['RANK']}\\n".encode()))
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+dist.init_process_group("gloo")
+rank, total = dist.get_rank(), torch.ones(1)
+dist.all_reduce(total)
+os.write(1, f"sum {rank} {int(total)} {sys.argv[1:]} {__name__}\\n".encode())  # one write per line
+if "kill" in sys.argv and rank == 1 and attempt < int(sys.argv[-1]):
+    os.kill(os.getpid(), signal.SIGKILL)
+if "raise" in sys.argv and rank == 1:
+    raise ValueError("rank one is tired")
+if "leave" in sys.argv and rank == 1:
+    os._exit(7)
+if "sleep" in sys.argv:
+    time.sleep(100)
+if "ignore" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(100)
+if "save" in sys.argv:
+    def save(*_):
+        print("saved", rank, flush=True)
+        sys.exit(75)
+    signal.signal(signal.SIGTERM, save)
+    signal.signal(signal.SIGUSR1, save)
+    print("waiting", flush=True)
+    time.sleep(100)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def run(folder, command, **environ):
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, timeout=100, env={**os.environ, **environ}
+    )
+
+
+def launch(folder, *arguments, **environ):
+    return run(folder, [*LAUNCH, *arguments], **environ)
+
+
+def processes_of(folder):
+    """Every process that works in `folder`: ranks, store, fork parent and launcher alike."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if (entry / "cwd").readlink() == folder and "Z" not in (entry / "stat").read_text().split()[2]:
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def wait_for(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+    return found
+
+
+def test_script_runs_as_under_torchrun(folder):
+    ours = launch(folder, "--nproc_per_node=2", "script.py", "--lr", "1")
+    theirs = run(folder, [*TORCHRUN, "--standalone", "--nproc_per_node=2", "script.py", "--lr", "1"])
+    assert ours.returncode == theirs.returncode == 0, ours.stderr
+    assert sorted(ours.stdout.splitlines()) == sorted(theirs.stdout.splitlines())
+    assert "atexit 1" in ours.stdout
+    assert not processes_of(folder)
+
+
+def test_variables_are_torchruns(folder):
+    (folder / "variables.py").write_text("import json, os; print(json.dumps(dict(os.environ)))")
+
+    def variables(command):
+        lines = run(folder, [*command, "--nproc_per_node=2", "variables.py"]).stdout.splitlines()
+        return {env["RANK"]: env for env in map(json.loads, lines)}
+
+    ours, theirs = variables(LAUNCH), variables([*TORCHRUN, "--standalone"])
+    names = {name for name in theirs["0"] if re.match(r"RANK|LOCAL_|WORLD_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_", name)}
+    missing = names - set(ours["0"]) - {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
+    assert not missing
+    same = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "ROLE_RANK",
+        "TORCHELASTIC_RESTART_COUNT",
+    )
+    assert all(ours[rank][name] == theirs[rank][name] for rank in ("0", "1") for name in same)
+
+
+def test_module_spawned_workers_and_pickles_find_their_way_back(folder):
+    (folder / "spawning.py").write_text(
+        "import multiprocessing as mp, os, sys, pickle\n"
+        "def work(rank): print('spawned', rank, __name__, flush=True)\n"
+        "class Thing: pass\n"
+        "if __name__ == '__main__':\n"
+        "    import torch.multiprocessing as tmp\n"
+        "    tmp.spawn(work, nprocs=2)\n"
+        "    assert type(pickle.loads(pickle.dumps(Thing()))) is Thing\n"
+        "    print('main', sys.argv[1:], __spec__ is not None, flush=True)\n"
+    )
+    as_script = launch(folder, "--nproc", "1", "spawning.py", "x")
+    assert as_script.returncode == 0, as_script.stderr
+    assert as_script.stdout.count("spawned") == 2
+    assert "main ['x'] False" in as_script.stdout
+    as_module = launch(folder, "-m", "spawning", "y")
+    assert "main ['y'] True" in as_module.stdout, as_module.stderr
+
+
+def test_program_that_is_not_python(folder):
+    done = launch(folder, "--nproc", "2", "--no-python", "sh", "-c", "echo rank $RANK of $WORLD_SIZE")
+    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+
+
+def test_restart_after_kill_and_then_success(folder):
+    done = launch(folder, "--nproc", "2", "--max-restarts", "3", "script.py", "kill", "2")
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 failed; restart 2 of 3" in done.stderr
+    assert not processes_of(folder)
+
+
+def test_fresh_processes_meet_and_restart_too(folder):
+    done = launch(folder, "--nproc", "2", "--start-method", "spawn", "--max-restarts", "1", "script.py", "kill", "1")
+    assert done.returncode == 0, done.stderr
+    assert not processes_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("how", "last"),
+    [
+        ("raise", "rank 1 failed first: ValueError: rank one is tired"),
+        ("kill", "rank 1 failed first: SIGKILL (usually the kernel when host memory runs out, or kill -9)"),
+        ("leave", "rank 1 failed first: exit code 7"),
+    ],
+)
+def test_report_ends_with_the_root_cause(folder, how, last):
+    done = launch(folder, "--nproc", "2", "script.py", how, "9")
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-2].startswith(last), done.stderr
+    assert not processes_of(folder)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    ("numbers", "code"),
+    [([signal.SIGINT], 130), ([signal.SIGTERM], 130), ([signal.SIGHUP], 130), ([signal.SIGKILL], -9)],
+)
+def test_nothing_outlives_the_launcher(folder, method, numbers, code):
+    output = folder / "out"
+    with output.open("w") as file:
+        launcher = subprocess.Popen(
+            [*LAUNCH, "--nproc", "2", "--start-method", method, "script.py", "sleep"],
+            cwd=folder,
+            stdout=file,
+            stderr=file,
+        )
+    wait_for(lambda: output.read_text().count("sum") == 2, seconds=60)
+    for number in numbers:
+        launcher.send_signal(number)
+    assert launcher.wait(20) == code
+    wait_for(lambda: not processes_of(folder), seconds=10)
+
+
+def test_ranks_that_ignore_sigterm_are_killed_by_a_second_ctrl_c(folder):
+    output = folder / "out"
+    with output.open("w") as file:
+        launcher = subprocess.Popen(
+            [*LAUNCH, "--nproc", "2", "script.py", "ignore"], cwd=folder, stdout=file, stderr=file
+        )
+    wait_for(lambda: output.read_text().count("sum") == 2, seconds=60)
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert launcher.poll() is None
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(10) == 130
+    assert not processes_of(folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_stop_request_lets_ranks_save_and_ends_with_75(folder, number):
+    output = folder / "out"
+    with output.open("w") as file:
+        launcher = subprocess.Popen(
+            [*LAUNCH, "--nproc", "2", "script.py", "save"], cwd=folder, stdout=file, stderr=file
+        )
+    wait_for(lambda: output.read_text().count("waiting") == 2, seconds=60)
+    launcher.send_signal(number)
+    assert launcher.wait(20) == 75
+    assert output.read_text().count("saved") == 2
+
+
+def test_only_loopback_listens(folder):
+    output = folder / "out"
+    with output.open("w") as file:
+        launcher = subprocess.Popen(
+            [*LAUNCH, "--nproc", "2", "script.py", "sleep"], cwd=folder, stdout=file, stderr=file
+        )
+    try:
+        wait_for(lambda: output.read_text().count("sum") == 2, seconds=60)
+        inodes = {
+            str(entry.readlink())[8:-1]
+            for pid in processes_of(folder)
+            for entry in Path(f"/proc/{pid}/fd").iterdir()
+            if str(entry.readlink()).startswith("socket:")
+        }
+        rows = [
+            line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+        ]
+        listening = [row[1] for row in rows if row[3] == "0A" and row[9] in inodes]
+        assert listening
+        assert {address.partition(":")[0] for address in listening} == {"0100007F"}  # 127.0.0.1
+    finally:
+        launcher.terminate()
+        launcher.wait(20)
+
+
+def test_output_goes_where_it_is_sent(folder):
+    done = launch(folder, "--nproc", "2", "--tee", "3", "--log-dir", "logs", "script.py")
+    assert "[rank1]: sum 1 2" in done.stdout
+    assert "sum 1 2" in (folder / "logs" / "logs" / "rank1.out").read_text()
+    quiet = launch(folder, "--nproc", "2", "--redirects", "3", "script.py")
+    assert quiet.stdout == ""
+    filtered = launch(folder, "--nproc", "2", "--local_ranks_filter", "0", "script.py")
+    assert "sum 0" in filtered.stdout
+    assert "sum 1" not in filtered.stdout
+
+
+def test_options_may_come_from_torchruns_variables(folder):
+    done = launch(folder, "script.py", PET_NPROC_PER_NODE="2")
+    assert done.stdout.count("sum") == 2
+
+
+def test_dry_run_prints_and_starts_nothing(folder):
+    done = launch(folder, "--nproc", "2", "--dry-run", "script.py", "--lr", "1")
+    assert "RANK=1" in done.stdout
+    assert "script.py --lr 1" in done.stdout
+    assert not (folder / "runs").exists()
+
+
+BAD = {
+    "no such script": (["nowhere.py"], "nowhere.py is not there"),
+    "no such module": (["-m", "no_such_module"], "no_such_module"),
+    "no such program": (["--no-python", "no-such-program"], "not on the path"),
+    "node rank beyond nnodes": (["--node_rank", "1", "script.py"], "--node-rank 1"),
+    "several machines": (["--nnodes", "2", "script.py"], "not built yet"),
+    "nproc that is no number": (["--nproc_per_node", "many", "script.py"], "many"),
+    "no GPU to count": (["--nproc_per_node", "gpu", "script.py"], "no NVIDIA GPU"),
+    "contradictory flags": (["-m", "--no-python", "script.py"], "contradict"),
+    "two ports": (["--master_port", "1234", "--rdzv_endpoint", "h:1235", "script.py"], "1235"),
+    "unknown rendezvous": (["--rdzv_backend", "etcd", "script.py"], "static or c10d"),
+    "unknown option": (["--nproc_per_nodes", "2", "script.py"], "nproc-per-node"),
+    "bad tee": (["--tee", "9", "script.py"], "--tee"),
+    "run directory in use": (["--log-dir", ".", "script.py"], "not empty"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "word"), BAD.values(), ids=BAD)
+def test_bad_input_is_refused_at_once(folder, arguments, word):
+    done = launch(folder, *arguments)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert word in done.stderr
+    assert not (folder / "runs").exists()
+
+
+def test_port_that_is_taken_is_refused(folder):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = launch(folder, "--master_port", str(taken.getsockname()[1]), "script.py")
+    assert done.returncode == 2
+    assert "is taken" in done.stderr.strip().splitlines()[-1]
+    assert not processes_of(folder)

@@ -1,0 +1,62 @@
+import pytest
+
+from shardwise.errors import LaunchError
+from shardwise.launch.options import Shown, check_one_node, read_nodes, read_nproc, read_port, read_streams, shown
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "expected"),
+    [("3", 0, 3), ("gpu", 4, 4), ("cpu", 4, 8), ("auto", 4, 4), ("auto", 0, 8), ("2", 2, 2)],
+)
+def test_nproc_is_a_number_or_what_the_machine_has(text, gpus, expected):
+    assert read_nproc(text, num_gpus=gpus, num_cores=8) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "word"), [("gpu", 0, "no NVIDIA GPU"), ("0", 0, "at least 1"), ("x", 0, "'x'"), ("9", 8, "8 GPUs")]
+)
+def test_nproc_that_cannot_be_is_refused(text, gpus, word):
+    with pytest.raises(LaunchError, match=word):
+        read_nproc(text, num_gpus=gpus, num_cores=8)
+
+
+def test_nodes_are_a_number_or_a_range():
+    assert (read_nodes("1"), read_nodes("1:4")) == ((1, 1), (1, 4))
+    for text in ("0", "4:1", "two", "1:2:3"):
+        with pytest.raises(LaunchError, match="nnodes"):
+            read_nodes(text)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "rank", "backend", "word"),
+    [((1, 1), 1, "c10d", "0 to 0"), ((2, 2), 0, "c10d", "not built yet"), ((1, 1), 0, "etcd", "static or c10d")],
+)
+def test_several_machines_and_contradictions_are_refused(nodes, rank, backend, word):
+    with pytest.raises(LaunchError, match=word):
+        check_one_node(nodes, rank, backend)
+
+
+def test_port_comes_from_either_option():
+    assert read_port("", None, standalone=False) == 0
+    assert read_port("localhost:29400", None, standalone=False) == 29400
+    assert read_port("localhost:29400", 29400, standalone=False) == 29400
+    for endpoint, port, standalone in [("h:1", 2, False), ("h:1", None, True), ("", 70000, False)]:
+        with pytest.raises(LaunchError):
+            read_port(endpoint, port, standalone=standalone)
+
+
+def test_streams_are_read_as_torchrun_does():
+    assert read_streams("tee", "3", 2) == [(True, True), (True, True)]
+    assert read_streams("tee", "0:1,1:2", 2) == [(True, False), (False, True)]
+    for text in ("4", "0:5", "7:1", "x"):
+        with pytest.raises(LaunchError, match="--tee"):
+            read_streams("tee", text, 2)
+
+
+def test_output_is_copied_unless_redirected_filtered_or_left_on_the_terminal():
+    plain, tee, hidden = Shown(), Shown(prefixed=True), Shown(copied=False)
+    assert shown(redirects=None, tee="0", ranks_filter="", nproc=1) == [(plain, plain)]
+    assert shown(redirects=None, tee="1", ranks_filter="", nproc=1) == [(tee, plain)]
+    assert shown(redirects="3", tee="0", ranks_filter="", nproc=1) == [(hidden, hidden)]
+    assert shown(redirects=None, tee="0", ranks_filter="1", nproc=2) == [(hidden, hidden), (plain, plain)]
+    assert shown(redirects="0", tee="0", ranks_filter="", nproc=1)[0][0].terminal
