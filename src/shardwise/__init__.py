@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shardwise.job import schedules as schedules
     from shardwise.job.optimizers import SGD as sgd  # noqa: F401, N811 - lower case beside sw.adamw
     from shardwise.job.optimizers import AdamW as adamw  # noqa: F401, N813 - reads as what it does
+    from shardwise.launch import launch_function as launch  # noqa: F401 - the name that _PUBLIC gives it
     from shardwise.layout import Layout as Layout
     from shardwise.parallel.apply import unwrap as unwrap
     from shardwise.plan import Plan as Plan
@@ -37,6 +38,7 @@ _PUBLIC = {
     "adamw": ("shardwise.job.optimizers", "AdamW"),
     "build_step": ("shardwise.train.build", "build_step"),
     "datasets": ("shardwise.data.datasets", ""),
+    "launch": ("shardwise.launch", ""),  # a room that is also its in-process form
     "losses": ("shardwise.job.losses", ""),
     "metrics": ("shardwise.job.metrics", ""),
     "models": ("shardwise.models", ""),

@@ -56,6 +56,7 @@ PUBLIC = [
     "adamw",
     "build_step",
     "datasets",
+    "launch",
     "losses",
     "metrics",
     "models",

@@ -74,9 +74,10 @@ def _run(order: StartRank) -> None:
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
-def store_work(order: StartStore, descriptor: int | None, parent: int) -> Callable[[], None]:
+def store_work(order: StartStore, descriptor: int | None, parent: int | None = None) -> Callable[[], None]:
     """Return what serves one attempt's store on a socket the supervisor has bound, until the parent is gone."""
-    die_with_parent(parent)
+    if parent is not None:
+        die_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # it ends with its attempt, not before
 

@@ -10,33 +10,37 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardwise.environment import adopt, rank_environment
 from shardwise.errors import RankFailedError
-from shardwise.launch.policy import root_cause
+from shardwise.launch.policy import RankExit, root_cause
 from shardwise.launch.processes import RankProcess, start_fork
 from shardwise.launch.supervise import Outcome, supervise
 from shardwise.run.exitcodes import INTERRUPTED, describe_exit
 from shardwise.run.failure import describe_failure, write_failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 _DUMP_S = 0.3
 """Time for a stuck rank to write its stacks before it is killed."""
 
 
-def run_forked(body: Callable[[int], Any], nproc: int, *, timeout_s: float) -> list[Any]:
+def run_forked(
+    body: Callable[[int], Any], nproc: int, *, timeout_s: float | None, extra: Mapping[str, str] = _NOTHING
+) -> list[Any]:
     """Run `body(rank)` in `nproc` forks of this process and return the results by rank.
 
     The first failing rank's exception is raised here, with its traceback as a note. Results and exceptions
-    travel by pickle; closures need not.
+    travel by pickle; closures need not. `extra` are environment variables for all ranks.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
         folder = Path(name)
         processes = [
-            start_fork(rank, lambda rank=rank: _child(body, rank, nproc, folder))  # type: ignore[misc]
+            start_fork(rank, lambda rank=rank: _child(body, rank, nproc, folder, extra))  # type: ignore[misc]
             for rank in range(nproc)
         ]
         outcome = supervise(
@@ -49,8 +53,8 @@ def run_forked(body: Callable[[int], Any], nproc: int, *, timeout_s: float) -> l
         return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(nproc)]  # noqa: S301 - our own child wrote it
 
 
-def _child(body: Callable[[int], Any], rank: int, nproc: int, folder: Path) -> int:
-    adopt(rank_environment(rank=rank, world_size=nproc, local_rank=rank, local_world_size=nproc))
+def _child(body: Callable[[int], Any], rank: int, nproc: int, folder: Path, extra: Mapping[str, str]) -> int:
+    adopt(rank_environment(rank=rank, world_size=nproc, local_rank=rank, local_world_size=nproc, extra=extra))
     torch = sys.modules.get("torch")
     if torch is not None:
         # OMP's threads did not survive the fork: a first parallel region in the child would wait for them.
@@ -62,14 +66,15 @@ def _child(body: Callable[[int], Any], rank: int, nproc: int, folder: Path) -> i
             result.write_bytes(pickle.dumps(body(rank)))
         except BaseException as error:  # noqa: BLE001 - handed to the parent, which raises it
             write_failure(folder / f"{rank}.json", describe_failure(error, rank))
-            result.write_bytes(_portable(error))
+            result.write_bytes(portable(error))
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)  # here: letting go of the frames may wait for peers (DDP's destructor does)
     return 0
 
 
-def _portable(error: BaseException) -> bytes:
+def portable(error: BaseException) -> bytes:
+    """Pickle an exception, or what can be said of one that does not travel."""
     try:
         data = pickle.dumps(error)
         pickle.loads(data)  # noqa: S301 - our own bytes: some exceptions pickle but do not unpickle
@@ -83,18 +88,22 @@ def _dump_stacks(process: RankProcess) -> None:
     time.sleep(_DUMP_S)
 
 
-def _raise_if_failed(outcome: Outcome, folder: Path, timeout_s: float) -> None:
+def _raise_if_failed(outcome: Outcome, folder: Path, timeout_s: float | None) -> None:
     if outcome.interrupted:
         raise KeyboardInterrupt(INTERRUPTED)
     if outcome.timed_out:
         stacks = "\n".join(f"rank {rank}:\n{(folder / f'{rank}.stacks').read_text()}" for rank in outcome.timed_out)
         ranks = ", ".join(map(str, outcome.timed_out))
-        raise RankFailedError(f"ranks {ranks} were still running after {timeout_s:g} s\n{stacks}")
+        raise RankFailedError(f"ranks {ranks} were still running after {timeout_s} s\n{stacks}")
     cause = root_cause(outcome.exits)
-    if cause is None:
-        return
-    if cause.failure is None:
+    if cause is not None:
+        raise_failure(cause, folder / f"{cause.rank}.pickle")
+
+
+def raise_failure(cause: RankExit, path: Path) -> NoReturn:
+    """Raise the exception that a rank left at `path`, its traceback as a note; or say how else it ended."""
+    if cause.failure is None or not path.exists():
         raise RankFailedError(f"rank {cause.rank} ended with {describe_exit(cause.returncode)}")
-    error = pickle.loads((folder / f"{cause.rank}.pickle").read_bytes())  # noqa: S301 - our own child wrote it
+    error = pickle.loads(path.read_bytes())  # noqa: S301 - our own child wrote it
     error.add_note(f"on rank {cause.rank}:\n{cause.failure.traceback}")
     raise error

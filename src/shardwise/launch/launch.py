@@ -98,7 +98,7 @@ def _attempt(
 ) -> Outcome:
     """Start a store and all ranks, and wait until the last has ended."""
     # A fresh server on a fresh port for every attempt: keys of a dead attempt can mislead nobody.
-    with _listener(spec.port if restarts == 0 else 0) as listener:
+    with loopback_listener(spec.port if restarts == 0 else 0) as listener:
         port = listener.getsockname()[1]
         store = starter.start_store(listener)
     try:
@@ -129,7 +129,7 @@ def _attempt(
 
 
 @contextlib.contextmanager
-def _listener(port: int) -> Iterator[socket.socket]:
+def loopback_listener(port: int) -> Iterator[socket.socket]:
     """Bind the attempt's port on loopback only; TCPStore by itself would listen on every interface."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,0 +1,77 @@
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise.errors import LaunchError
+
+
+def add_up(value):
+    dist.init_process_group("gloo")
+    total = torch.tensor([float(value + dist.get_rank())])
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return total.item()
+
+
+def test_function_returns_its_values_by_rank():
+    assert sw.launch(add_up, 10, nproc=2) == [21.0, 21.0]
+
+
+def test_world_finds_itself_inside():
+    def who():
+        with sw.world() as world:
+            return world.rank, world.size, world.sum({"x": 1.0})["x"]
+
+    assert sw.launch(who, nproc=3) == [(0, 3, 3.0), (1, 3, 3.0), (2, 3, 3.0)]
+
+
+def test_process_with_threads_is_not_forked_and_closures_travel_all_the_same(capsys):
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait)
+    thread.start()
+    try:
+        secret = 5
+
+        def closure():
+            print("hello from a rank")
+            return add_up(secret)
+
+        assert sw.launch(closure, nproc=2) == [11.0, 11.0]
+    finally:
+        release.set()
+        thread.join()
+    assert capsys.readouterr().out.count("hello from a rank") == 2
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_exception_of_the_failing_rank_is_raised(threads):
+    def fail():
+        raise ValueError("no good")
+
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait if threads else lambda: None)
+    thread.start()
+    try:
+        with pytest.raises(ValueError, match="no good") as caught:
+            sw.launch(fail, nproc=2)
+    finally:
+        release.set()
+        thread.join()
+    assert "in fail" in caught.value.__notes__[0]
+
+
+def test_bad_count_is_refused():
+    with pytest.raises(LaunchError, match="nproc=0"):
+        sw.launch(add_up, nproc=0)
+
+
+def test_plain_script_needs_no_main_guard(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import shardwise as sw\nprint(sw.launch(lambda: 'done', nproc=2))\n")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert done.stdout == "['done', 'done']\n", done.stderr
