@@ -32,6 +32,7 @@ data:  ## real MNIST and Fashion-MNIST into data/
 
 bench: $(BENCH)  ## side-by-side runs against peers, each in its own environment
 	.venv-bench/bin/python benchmarks/overhead.py
+	.venv-bench/bin/python benchmarks/launch.py
 
 clean:  ## forget the environments
 	rm -rf $(VENV) .venv-bench

@@ -72,6 +72,7 @@ def run(options: argparse.Namespace) -> None:
     say(describe(options, training))
     first_epoch = resume(training, options.checkpoint) if options.resume else 0
     train(training, data, options, first_epoch)
+    del training  # before its group: freed after it, DDP can wait for gloo's thread for ever (seen with torch 2.13)
     dist.destroy_process_group()
 
 

@@ -61,6 +61,8 @@ def main() -> None:
     say(f"test accuracy {accuracy:.2%}")
 
     # Step 1, second half. Not in a `finally`: a rank that failed should die at once, for torchrun to see.
+    # The wrapper goes first: freed after its group, it can wait for gloo's thread for ever (seen with torch 2.13).
+    del model, optimizer, schedule
     dist.destroy_process_group()
 
 

@@ -30,6 +30,7 @@ def make(**changes):
         ({"epochs": None}, "no length"),
         ({"steps": 3}, "epochs and steps"),
         ({"model": torch.nn.Linear(1, 1) and 3}, "Job.model is 3"),
+        ({"model": torch.nn.Linear(1, 1)}, "finished Linear.*lambda"),
         ({"loss": torch.nn.functional.cross_entropy}, "sw.losses.cross_entropy"),
         ({"clip_norm": math.inf}, "clip_norm"),
         ({"metrics": {"accuracy": 1}}, "accuracy"),

@@ -48,6 +48,7 @@ def test_attribute_that_is_no_job_is_refused(job_file):
         ("def f(:", "SyntaxError at line 1"),
         ("import no_such_thing", "ModuleNotFoundError at line 1"),
         ("", "write job = sw.Job"),
+        ("import shardwise as sw\nsw.Job(batchsize=3)", "did you mean 'batch_size'"),
     ],
 )
 def test_file_that_does_not_import_says_where(tmp_path, text, word):

@@ -301,3 +301,60 @@ def test_port_that_is_taken_is_refused(folder):
     assert done.returncode == 2
     assert "is taken" in done.stderr.strip().splitlines()[-1]
     assert not processes_of(folder)
+
+
+MEMORY = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.mark.skipif(not (MEMORY.is_dir() and os.access(MEMORY, os.W_OK)), reason="needs a writable memory cgroup (v1)")
+def test_rank_that_the_kernel_kills_for_memory_is_said_to_be(folder):
+    (folder / "hungry.py").write_text(
+        "import os\nif os.environ['RANK'] == '1':\n    data = [bytearray(50_000_000) for _ in range(100)]\n"
+    )
+    group = MEMORY / f"shardwise-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(900 << 20))
+        enter = f'echo $$ > {group}/cgroup.procs; exec "$@"'
+        done = run(folder, ["sh", "-c", enter, "sh", *LAUNCH, "--nproc", "2", "hungry.py"])
+        assert done.returncode == 1
+        assert "rank 1 failed first: SIGKILL by the kernel, host memory ran out" in done.stderr
+    finally:
+        wait_for(lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()
+
+
+def test_spawned_data_loader_workers_read_for_a_forked_rank(folder):
+    (folder / "loading.py").write_text(
+        "import torch\nfrom torch.utils.data import DataLoader, Dataset\n"
+        "class Numbers(Dataset):\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, index): return index\n"
+        "if __name__ == '__main__':\n"
+        "    loader = DataLoader(Numbers(), num_workers=1, multiprocessing_context='spawn')\n"
+        "    print(sum(int(x) for x in loader))\n"
+    )
+    done = launch(folder, "--nproc", "1", "loading.py")
+    assert done.stdout == "6\n", done.stderr
+
+
+GALLERY = Path(__file__).resolve().parents[2] / "examples" / "01-ddp-basics"
+
+
+@pytest.mark.parametrize(
+    ("command", "word"),
+    [
+        ("train_ddp.py --epochs 1 --batch-size 64 --lr 0.001 --limit 256 --data none", "test accuracy"),
+        ("ddp_mnist.py --epochs 1 --limit 256 --data none", "accuracy"),
+        ("ddp_training.py --epochs 1 --limit 256 --data none --checkpoint {folder}/c.pt", "epoch"),
+        ("train_byt5_ddp.py --steps 3 --report 1", "loss"),
+    ],
+    ids=lambda value: value.split()[0],
+)
+def test_gallery_scripts_run_unchanged(folder, command, word):
+    arguments = command.format(folder=folder).split()
+    done = run(
+        GALLERY, [*LAUNCH, "--nproc_per_node=2", "--log-dir", str(folder / "run"), *arguments], OMP_NUM_THREADS="1"
+    )
+    assert done.returncode == 0, done.stderr
+    assert word in done.stdout

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 JOB = """
 import os, signal, time, torch
@@ -82,11 +83,13 @@ def test_two_processes_train_evaluate_and_report(tmp_path):
     assert re.search(r"step 240/240 .* loss", done.stderr)
     out = tmp_path / "out"
     assert {path.name for path in out.iterdir()} == {
-        "job.json", "plan.toml", "timeline.json", "events", "logs", "errors", "report.json", "report.md",
+        "job.json", "plan.toml", "timeline.json", "events", "logs", "errors", "report.json", "report.md", "weights.pt",
     }  # fmt: skip
     assert [phase["name"] for phase in json.loads((out / "timeline.json").read_text())] == [
         "process", "import", "job", "world", "model and data", "first step",
     ]  # fmt: skip
+    weights = torch.load(out / "weights.pt", weights_only=True)
+    assert weights["1.weight"].shape == (10, 64)
     again = run(tmp_path, [*TRAIN, "--nproc", "2", "--plan", "out/plan.toml", "--set", "epochs=1"])
     assert again.returncode == 0, again.stderr
 

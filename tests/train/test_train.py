@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 import shardwise as sw
-from shardwise.errors import DataError, JobError, PlanError
+from shardwise.errors import DataError, JobError, PlanError, TrainingError
 from shardwise.parallel.support import require_supported
 from shardwise.plan import Communication, Plan
 from shardwise.run import EventLog, RunDirectory
@@ -436,13 +436,19 @@ def test_non_finite_gradient_is_skipped_on_every_rank_and_counted(optimizer, cli
         job = make_job(
             data=lambda split: Poisoned() if split == "train" else None, optimizer=optimizer, clip_norm=clip_norm
         )
-        _, module, events = trained(world, job)
-        return sum(event.get("skipped", 0) for event in events), module.weight.item()
+        report, module, _ = trained(world, job)
+        return report.skipped, module.weight.item()
 
     (skipped, weight), other = run_ranks(body, 2)
     assert skipped == 2  # sample 7 comes once in each of two epochs
     assert math.isfinite(weight)
     assert other == (skipped, weight)
+
+
+def test_training_that_learnt_nothing_is_a_failure():
+    job = make_job(loss=sw.Loss(sum=lambda output, batch: output.sum() * math.nan))
+    with pytest.raises(TrainingError, match="all 10 steps were skipped"):
+        run_ranks(lambda world: trained(world, job)[0], 2)
 
 
 def test_count_of_zero_does_not_poison_the_reported_loss():

@@ -65,6 +65,7 @@ def command(*, script: str, arguments: tuple[str, ...], log_dir: Path | None, dr
     tee = Tee(run, settled.shown)
     launched = launch(settled.spec, run, observers=[tee], note=complain)
     if launched.outcome.interrupted and launched.decision.exit_code == 0:  # type: ignore[union-attr]
+        complain(f"\nshardwise: interrupted; the run is in {run.path}")
         return INTERRUPTED
     if isinstance(launched.decision, GiveUp):
         complain(explain_outcome(launched.outcome, run))

@@ -19,4 +19,5 @@ def summarise(run: RunDirectory) -> None:
         shown = "nan" if value is None else f"{value:.2%}" if "accuracy" in name else f"{value:.4f}"
         say(f"test {name:<10} {shown}")
     say(f"training time   {result['training_s']:.1f} s for {result['steps']} steps")
+    say(f"weights         {run.weights}")
     say(f"run directory   {run.path}")

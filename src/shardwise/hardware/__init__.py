@@ -1,5 +1,6 @@
 """What this machine has: GPUs through NVML, cores through the kernel; no torch."""
 
+from shardwise.hardware.oom import oom_kills
 from shardwise.hardware.probe import Gpu, probe_gpus, usable_cores
 
-__all__ = ["Gpu", "probe_gpus", "usable_cores"]
+__all__ = ["Gpu", "oom_kills", "probe_gpus", "usable_cores"]

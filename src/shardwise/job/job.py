@@ -62,6 +62,8 @@ class Job:
     """Reserved for adapters."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, type) and hasattr(self.model, "named_parameters"):
+            raise JobError(f"Job.model is a finished {type(self.model).__name__}", fix=_CALLABLES["model"])
         for name in ("model", "data", "optimizer", "forward", "schedule"):
             if not callable(getattr(self, name)):
                 raise JobError(f"Job.{name} is {getattr(self, name)!r}, not callable", fix=_CALLABLES[name])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.util
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -83,10 +85,17 @@ def _import(path: Path) -> ModuleType:
         raise
     except Exception as error:
         raise JobError(
-            f"{path.name} raised {type(error).__name__} at {_place(error, path)}: {error}",
-            fix="mend the file; shardwise --debug shows the traceback",
+            f"{path.name} raised {type(error).__name__} at {_place(error, path)}: {error}", fix=_advice(error)
         ) from error
     return module
+
+
+def _advice(error: Exception) -> str:
+    """Name the nearest field for a misspelled one of Job; else where to look."""
+    match = re.search(r"Job.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    if match is not None:
+        return nearest(match[1], [field.name for field in dataclasses.fields(Job)])
+    return "mend the file; shardwise --debug shows the traceback"
 
 
 def _place(error: Exception, path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 from shardwise.launch.policy import RankExit, root_cause
@@ -23,6 +24,11 @@ def explain_outcome(outcome: Outcome, run: RunDirectory) -> str:
     parts = [f"rank {exit_.rank} then failed too: {_summary(exit_)}" for exit_ in others]
     parts.append(_evidence(cause, run))
     parts.append(f"rank {cause.rank} failed first: {_summary(cause)}")
+    if cause.returncode == -signal.SIGKILL and outcome.out_of_memory:
+        parts[-1] = (
+            f"rank {cause.rank} failed first: SIGKILL by the kernel, host memory ran out:"
+            " use fewer ranks, fewer DataLoader workers, smaller batches, or a larger memory limit"
+        )
     return "\n".join(part for part in parts if part)
 
 

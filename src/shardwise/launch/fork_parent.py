@@ -116,6 +116,12 @@ class ForkParent:
 
 def _why_not_to_fork() -> str:
     """Return why ranks must not be forked from this process; empty when they may."""
+    # numpy's OpenBLAS starts its threads at import, ends them before a fork and starts them anew when it needs them:
+    # after a fork for nothing, whatever thread is left is one that a fork would break.
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
     if threading.active_count() > 1 or len(list(Path("/proc/self/task").iterdir())) > 1:
         return "importing torch started threads"
     torch = sys.modules.get("torch")

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from shardwise.hardware import oom_kills
 from shardwise.launch.policy import RankExit
 from shardwise.run.failure import read_failure
 
@@ -48,6 +49,8 @@ class Outcome:
     """Signal that asked the launcher to stop; 0 for none."""
     timed_out: tuple[int, ...] = ()
     """Ranks that were still running at the time limit."""
+    out_of_memory: bool = False
+    """The kernel killed a process of this cgroup for want of memory meanwhile."""
 
 
 @dataclass
@@ -75,6 +78,7 @@ def supervise(
 ) -> Outcome:
     """Wait for all ranks; after a failure, a signal, the store's end or the time limit, stop all and reap them."""
     watch = _Watch({process.rank: process for process in processes})
+    kills_before = oom_kills()
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     timed_out: tuple[int, ...] = ()
     with _wakeups(processes) as wait, _caught_signals(watch.signals):
@@ -95,7 +99,12 @@ def supervise(
             _stop_if_needed(watch, now, grace_s)
     exits = tuple(sorted(watch.exits, key=lambda exit_: exit_.rank))
     interrupted = watch.signals[0] if watch.signals else 0
-    return Outcome(exits=exits, interrupted=interrupted, timed_out=timed_out)
+    return Outcome(
+        exits=exits,
+        interrupted=interrupted,
+        timed_out=timed_out,
+        out_of_memory=(oom_kills() or 0) > (kills_before or 0),
+    )
 
 
 def _reap(watch: _Watch, now: float, failure_path: Callable[[int], Path]) -> None:

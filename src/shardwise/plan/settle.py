@@ -41,7 +41,7 @@ def settle(
     if plan.layout.world_size != world_size:
         raise PlanError(
             f"plan {plan.layout} is for {plan.layout.world_size} ranks, the world has {world_size}",
-            fix=f"use --nproc {plan.layout.world_size}, or plan.refit",
+            fix=f"use --nproc {plan.layout.world_size}, or a preset",
         )
     batch_overrides = {key: overrides[key] for key in BATCH_KEYS if key in overrides}
     return _settle_batch(plan, batch_size, batch_overrides, fixed=spec.endswith(".toml"))

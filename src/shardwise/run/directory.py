@@ -36,6 +36,11 @@ class RunDirectory:
         return self.path / "timeline.json"
 
     @property
+    def weights(self) -> Path:
+        """The trained weights: a plain state dict that torch.load and Job.weights read."""
+        return self.path / "weights.pt"
+
+    @property
     def report_json(self) -> Path:
         """The final report for programs."""
         return self.path / "report.json"

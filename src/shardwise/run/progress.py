@@ -65,7 +65,7 @@ class ProgressView:
         speed = f"{self._smooth(event['samples'], event['seconds']):,.0f} samples/s"
         rate = f"lr {event['lr']:.2e}"
         if event["skipped"]:
-            self.line(f"note: {event['skipped']} steps before step {done} were skipped: their gradient was not finite")
+            self.line(f"note: skipped {event['skipped']} of the steps up to {done}: their gradient was not finite")
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done, loss=loss_text, speed=speed, rate=rate, refresh=True)
         elif time.monotonic() >= self._next_line_at or done == self._num_steps:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from shardwise.errors import TrainingError
 from shardwise.parallel.apply import unwrap
 from shardwise.train.build import build_step
 from shardwise.train.evaluate import evaluate
@@ -29,6 +30,8 @@ class TrainReport(msgspec.Struct, frozen=True, kw_only=True):
 
     steps: int
     samples: int
+    skipped: int
+    """Steps whose gradient was not finite, on which the optimizer stood still."""
     loss: float
     """Mean over the global batch of the last step."""
     evaluation: dict[str, float]
@@ -47,7 +50,7 @@ def run_loop(job: Job, plan: Plan, world: World, events: EventLog, timeline: Tim
 
     window = Window()
     module = unwrap(step.model)
-    samples = 0
+    samples = skipped = 0
     losses: list[float] = []
     evaluation: dict[str, float] = {}
     began = time.perf_counter()
@@ -63,6 +66,7 @@ def run_loop(job: Job, plan: Plan, world: World, events: EventLog, timeline: Tim
         if window.add(report) or ends_epoch or is_last:
             published = window.publish(world)
             events.write("steps", **published)
+            skipped += published["skipped"]
             if all(map(math.isfinite, losses)):
                 _note_non_finite(published, events)
             losses = published["losses"]
@@ -71,9 +75,15 @@ def run_loop(job: Job, plan: Plan, world: World, events: EventLog, timeline: Tim
             events.write("evaluation", step=step.number, epoch=report.cursor.epoch, values=evaluation)
             window.restart_clock()
     training_s = time.perf_counter() - began
+    if skipped == step.number:
+        raise TrainingError(
+            f"all {skipped} steps were skipped: no gradient was finite, so nothing was learnt",
+            fix="lower the learning rate, set clip_norm, or look for NaN in the data and the loss",
+        )
     result = TrainReport(
         steps=step.number,
         samples=samples,
+        skipped=skipped,
         loss=losses[-1],
         evaluation=evaluation,
         training_s=training_s,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import torch
+
 from shardwise.run import EventLog
 from shardwise.run.progress import ProgressView
 from shardwise.run.report import write_report
@@ -29,14 +31,15 @@ def train(
 ) -> TrainReport:
     """Train `job` under `plan` in a world that is already there; called on every rank, starts no processes.
 
-    With `run`, events and a report are written there; rank 0 shows progress unless told not to.
+    With `run`, events, the trained weights and a report are written there; rank 0 shows progress unless told not to.
     """
     timeline = timeline or Timeline(time.time())
     view = ProgressView.on_stderr() if show_progress and world.is_main else None
     events = EventLog(run.events(world.rank) if run else None, view.show if view else None)
     try:
-        report, _ = run_loop(job, plan, world, events, timeline)
+        report, module = run_loop(job, plan, world, events, timeline)
         if run is not None and world.is_main:
+            torch.save(module.state_dict(), run.weights)
             timeline.write(run.timeline)
             write_report(run, report, timeline.phases)
     finally:

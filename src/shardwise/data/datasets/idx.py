@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 UBYTE = 0x08
 """The type byte of unsigned 8-bit values, the third of the magic number; the fourth is the number of dims."""
 
-DOWNLOAD = "run `make data` to fetch MNIST and Fashion-MNIST, or name a folder of IDX files"
+DOWNLOAD = "run `make data` to fetch MNIST and Fashion-MNIST, or name your own with sw.datasets.idx_folder(path)"
 
 
 def find_idx(folder: Path, stem: str, *, num_dims: int) -> Path:
