@@ -55,6 +55,7 @@ def command(*, script: str, arguments: tuple[str, ...], log_dir: Path | None, dr
     from shardwise.cli.launch_plan import describe, settle_launch
     from shardwise.cli.tee import Tee
     from shardwise.launch import GiveUp, explain_outcome, launch
+    from shardwise.launch.processes import become_reaper, kill_descendants
     from shardwise.run import create_run
 
     settled = settle_launch(script, arguments, options)
@@ -63,7 +64,11 @@ def command(*, script: str, arguments: tuple[str, ...], log_dir: Path | None, dr
         return 0
     run = create_run(log_dir, settled.spec.target.name)
     tee = Tee(run, settled.shown)
-    launched = launch(settled.spec, run, observers=[tee], note=complain)
+    become_reaper()
+    try:
+        launched = launch(settled.spec, run, observers=[tee], note=complain)
+    finally:
+        kill_descendants()  # also what left its rank's process group, or outlived a killed fork parent
     if launched.outcome.interrupted and launched.decision.exit_code == 0:  # type: ignore[union-attr]
         complain(f"\nshardwise: interrupted; the run is in {run.path}")
         return INTERRUPTED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING
@@ -39,5 +40,6 @@ class Tee:
             else:
                 new = copy.tail.read()
             if new:
-                copy.stream.write(new)
-                copy.stream.flush()
+                with contextlib.suppress(OSError):  # a terminal that was closed: the files still have it all
+                    copy.stream.write(new)
+                    copy.stream.flush()

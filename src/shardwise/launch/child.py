@@ -29,6 +29,9 @@ def rank_work(order: StartRank, parent: int) -> Callable[[], None]:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
     _redirect(order)
+    if order.fresh:
+        argv = order.target.argv()
+        os.execvpe(argv[0], argv, order.environ)  # noqa: S606 - the program the user named
     adopt(order.environ)
     _settle_libraries()
     return partial(_run, order)
@@ -61,7 +64,7 @@ def _settle_libraries() -> None:
 
 def _run(order: StartRank) -> None:
     try:
-        execute(become(order.target))
+        execute(become(order.target))  # type: ignore[arg-type]  # programs are always fresh
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001 - written down for the supervisor, then shown as Python shows it

@@ -19,7 +19,7 @@ def explain_outcome(outcome: Outcome, run: RunDirectory) -> str:
     """Return the closing report of a failed launch, its last line the root cause; empty when all went well."""
     cause = root_cause(outcome.exits)
     if cause is None:
-        return ""
+        return "the store through which the ranks met was killed, so all were stopped" if outcome.store_lost else ""
     others = [exit_ for exit_ in outcome.exits if exit_.failed and exit_.rank != cause.rank]
     parts = [f"rank {exit_.rank} then failed too: {_summary(exit_)}" for exit_ in others]
     parts.append(_evidence(cause, run))

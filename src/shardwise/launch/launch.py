@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -80,17 +81,21 @@ def launch(
 @contextlib.contextmanager
 def _starter(spec: LaunchSpec, note: Callable[[str], None]) -> Iterator[Starter]:
     """Choose how ranks are started, and say so where it is not by fork."""
-    if not spec.fork or isinstance(spec.target, Program):
+    if not sys.platform.startswith("linux"):
         yield PlainStarter()
         return
     environ = base_environment(local_world_size=spec.nproc, cores=usable_cores())
-    with ForkStarter(environ, spec.preload) as forking:
-        refusal = forking.wait_until_ready()
-        if refusal:
+    if spec.fork and not isinstance(spec.target, Program):
+        with ForkStarter(environ, spec.preload) as forking:
+            refusal = forking.wait_until_ready()
+            if not refusal:
+                yield forking
+                return
             note(f"ranks are started one by one, not forked: {refusal}")
-            yield PlainStarter()
-        else:
-            yield forking
+    # Fresh processes are started by a fork parent too: it takes them along when this process is killed.
+    with ForkStarter(environ, (), fresh=True) as starting:
+        starting.wait_until_ready()
+        yield starting
 
 
 def _attempt(

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import msgspec
 
-from shardwise.launch.target import Module, Script  # noqa: TC001 - read at run time by msgspec
+from shardwise.launch.target import Module, Program, Script  # noqa: TC001 - read at run time by msgspec
 
 
 class StartRank(msgspec.Struct, frozen=True, tag="start"):
     """Fork one rank."""
 
     rank: int
-    target: Script | Module
+    target: Script | Module | Program
     environ: dict[str, str]
     stdout: str | None
     """File to append to; None keeps the terminal."""
     stderr: str | None
     failure: str
     """Where the rank writes down the exception that ends it."""
+    fresh: bool = False
+    """Whether the fork only starts a fresh interpreter or program."""
 
 
 class StartStore(msgspec.Struct, frozen=True, tag="store"):

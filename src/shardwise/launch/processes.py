@@ -112,13 +112,19 @@ def become_reaper() -> None:
 
 def kill_descendants() -> None:
     """Kill every descendant of this process, again and again until none is left (Linux)."""
-    while pids := _descendants(os.getpid()):
+    if not sys.platform.startswith("linux"):
+        return
+    quiet = 0
+    while quiet < 2:  # looks in a row that found none: a process may change parents while we look
+        pids = _descendants(os.getpid())
+        quiet = 0 if pids else quiet + 1
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, 0)[0]:
+            while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
+        time.sleep(0.005)
 
 
 def _descendants(pid: int) -> list[int]:

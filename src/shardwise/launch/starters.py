@@ -49,7 +49,7 @@ class Output:
 
 
 class PlainStarter:
-    """Every rank is a fresh process: for programs that are not Python, profilers, and systems without fork."""
+    """Every rank is a process started from here: for systems other than Linux, which lack what forking needs."""
 
     def start_rank(
         self, rank: int, target: Target, environ: Mapping[str, str], *, output: Output, failure: Path
@@ -75,14 +75,15 @@ class PlainStarter:
 class ForkStarter:
     """Ranks are forks of one process that has imported torch: N ranks cost one import, a restart costs none."""
 
-    def __init__(self, environ: Mapping[str, str], preload: Sequence[str]) -> None:
-        """Start the fork parent; it imports while this process goes on."""
+    def __init__(self, environ: Mapping[str, str], preload: Sequence[str], *, fresh: bool = False) -> None:
+        """Start the fork parent; it imports while this process goes on. `fresh` ranks are only started by it."""
         self._channel, theirs = socket.socketpair()
         descriptor = theirs.fileno()
         argv = [sys.executable, "-m", "shardwise.launch.fork_parent", str(descriptor), *preload]
         self._parent = subprocess.Popen(argv, env=dict(environ), pass_fds=[descriptor], process_group=0)
         theirs.close()
         self._buffer = b""
+        self._fresh = fresh
         self._decoder = msgspec.json.Decoder(Report)
         self._ended: dict[int, int] = {}
         self._started: dict[int, int] = {}
@@ -99,7 +100,8 @@ class ForkStarter:
     ) -> RankProcess:
         """Order one rank."""
         stdout, stderr = (None if path is None else str(path) for path in (output.stdout, output.stderr))
-        order = StartRank(rank, target, dict(environ), stdout, stderr, str(failure))  # type: ignore[arg-type]
+        extra = {"TORCHELASTIC_ERROR_FILE": str(failure.with_suffix(".record.json"))} if self._fresh else {}
+        order = StartRank(rank, target, {**environ, **extra}, stdout, stderr, str(failure), self._fresh)
         return self._order(rank, order)
 
     def start_store(self, listener: socket.socket) -> RankProcess:

@@ -49,6 +49,8 @@ class Outcome:
     """Signal that asked the launcher to stop; 0 for none."""
     timed_out: tuple[int, ...] = ()
     """Ranks that were still running at the time limit."""
+    store_lost: bool = False
+    """The store of this attempt ended before its ranks."""
     out_of_memory: bool = False
     """The kernel killed a process of this cgroup for want of memory meanwhile."""
 
@@ -81,6 +83,7 @@ def supervise(
     kills_before = oom_kills()
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     timed_out: tuple[int, ...] = ()
+    store_lost = False
     with _wakeups(processes) as wait, _caught_signals(watch.signals):
         while watch.running:
             wait(TICK_S)
@@ -88,6 +91,7 @@ def supervise(
             _reap(watch, now, failure_path)
             if store is not None and store.poll() is not None:
                 watch.stop_at = min(watch.stop_at, now)  # without it ranks would wait for each other until a time limit
+                store_lost = True
             for observer in observers:
                 observer.tick()
             if deadline is not None and now > deadline and watch.running and not timed_out:
@@ -103,6 +107,7 @@ def supervise(
         exits=exits,
         interrupted=interrupted,
         timed_out=timed_out,
+        store_lost=store_lost,
         out_of_memory=(oom_kills() or 0) > (kills_before or 0),
     )
 

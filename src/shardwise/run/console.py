@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 
 def say(text: str) -> None:
     """Write a line of result to standard output."""
-    print(text, flush=True)
+    with contextlib.suppress(OSError):  # a closed terminal or pipe is nobody to talk to, not a failure
+        print(text, flush=True)
 
 
 def complain(text: str) -> None:
     """Write a line to standard error."""
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
