@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from shardwise.errors import WorldError
 from shardwise.world.mesh import build_mesh
+from shardwise.world.stores import HashStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -159,7 +160,10 @@ class World:
             raise
         else:
             self._end()
-            if self.is_main and self.init_method.startswith("file://"):
+            if self.init_method.startswith("file://"):
+                # A FileStore writes a last word when it is freed, and makes the file anew for it: so every rank
+                # frees its own first and then removes the file, and the last of them leaves none.
+                object.__setattr__(self, "store", HashStore())
                 Path(self.init_method.removeprefix("file://")).unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
