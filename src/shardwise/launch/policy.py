@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardwise.run.exitcodes import BAD_INPUT, PREEMPTED
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -59,9 +61,6 @@ class GiveUp:
 
 Decision = Finish | Restart | GiveUp
 
-PREEMPTED = 75
-"""A rank that saved its work on a stop request ends with this: run it again."""
-
 
 def decide(exits: Sequence[RankExit], *, max_restarts: int, restarts: int, stop_requested: bool) -> Decision:
     """Say what follows when the last rank of an attempt has ended."""
@@ -85,7 +84,7 @@ def root_cause(exits: Sequence[RankExit]) -> RankExit | None:
 
 def _is_hopeless(cause: RankExit) -> bool:
     """Bad input stays bad however often it is tried."""
-    return cause.failure is not None and cause.failure.exit_code == 2
+    return cause.failure is not None and cause.failure.exit_code == BAD_INPUT
 
 
 def _kind(exit_: RankExit) -> int:

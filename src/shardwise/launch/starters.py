@@ -65,12 +65,6 @@ class PlainStarter:
         popen = subprocess.Popen(argv, pass_fds=[descriptor], process_group=0)
         return RankProcess(STORE, popen.pid, popen)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing was started beside the ranks."""
-
 
 class ForkStarter:
     """Ranks are forks of one process that has imported torch: N ranks cost one import, a restart costs none."""
