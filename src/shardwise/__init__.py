@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardwise.launch import launch_function as launch  # noqa: F401 - the name that _PUBLIC gives it
     from shardwise.layout import Layout as Layout
     from shardwise.parallel.apply import unwrap as unwrap
+    from shardwise.parallel.gather import full_state_dict as full_state_dict
     from shardwise.plan import Plan as Plan
     from shardwise.train.build import build_step as build_step
     from shardwise.train.build import parallelize as parallelize
@@ -38,6 +39,7 @@ _PUBLIC = {
     "adamw": ("shardwise.job.optimizers", "AdamW"),
     "build_step": ("shardwise.train.build", "build_step"),
     "datasets": ("shardwise.data.datasets", ""),
+    "full_state_dict": ("shardwise.parallel.gather", "full_state_dict"),
     "launch": ("shardwise.launch", ""),  # a room that is also its in-process form
     "losses": ("shardwise.job.losses", ""),
     "metrics": ("shardwise.job.metrics", ""),

@@ -38,6 +38,17 @@ no_weights = make(weights="missing.pt")
 unused = make(model=Unused)
 frozen = make(model=lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)).requires_grad_(False))
 number = 3
+
+
+def decoder(**changes):
+    return make(
+        model=lambda: sw.models.decoder("gpt2-tiny", vocab_size=64, **changes),
+        loss=sw.losses.token_cross_entropy, batch_size=48,
+    )
+
+
+tied = decoder()
+untied = decoder(tie_head=False)
 """
 
 QUICK = {
@@ -54,7 +65,7 @@ QUICK = {
     "job that raises on import": (["raises.py"], "ZeroDivisionError at line 2"),
     "job with a syntax error": (["syntax.py"], "SyntaxError at line 1"),
     "unknown preset": (["job.py", "--plan", "fspd"], "'fsdp'"),
-    "preset that is not built": (["job.py", "--nproc", "2", "--plan", "fsdp"], "not built yet"),
+    "axis that is not built": (["job.py", "--nproc", "2", "--plan", "cp"], "not built yet"),
     "unknown precision": (["job.py", "--set", "precision.compute=bf61"], "bf16"),
     "plan file that is not there": (["job.py", "--plan", "none.toml"], "cannot be read"),
     "plan file with a typo": (["job.py", "--plan", "typo.toml"], "micro_batch"),
@@ -62,6 +73,53 @@ QUICK = {
     "zero processes": (["job.py", "--nproc", "0"], "nproc"),
     "unknown option": (["job.py", "--nprocs", "2"], "--nproc"),
     "no GPU": (["job.py", "--device", "cuda"], "no NVIDIA GPU"),
+}
+
+STRATEGIES = {
+    "tp that does not divide the heads": (["job.py:untied", "--nproc", "3", "--plan", "tp"], "use tp 1, 2 or 4"),
+    "tp without rules": (["job.py", "--nproc", "2", "--plan", "tp"], "tensor_rules="),
+    "pp beyond the layers": (["job.py:untied", "--nproc", "4", "--plan", "pp"], "use pp = 2"),
+    "pp of a model without layers": (["job.py", "--nproc", "2", "--plan", "pp"], "repeated blocks"),
+    "pp of a tied model": (["job.py:tied", "--nproc", "2", "--plan", "pp"], "embed.weight and head.weight"),
+    "pp with too few micro-batches": (
+        ["job.py:untied", "--nproc", "2", "--plan", "pp", "--set", "accumulation=1"],
+        "use accumulation = 2",
+    ),
+    "pp split that does not rise": (
+        ["job.py:untied", "--nproc", "2", "--plan", "pp", "--set", "pipeline.split=[5]"],
+        "split = [1]",
+    ),
+    "pp split that is no list": (
+        ["job.py:untied", "--nproc", "2", "--plan", "pp", "--set", "pipeline.split=(5,)"],
+        "a list of layers",
+    ),
+    "batch that micro-batches x replicas do not divide": (
+        ["job.py:untied", "--nproc", "4", "--plan", "pp2.replicate2", "--set", "accumulation=5"],
+        "40 or 50",
+    ),
+    "split backward on shards": (
+        ["job.py:untied", "--nproc", "4", "--plan", "pp2.shard2", "--set", "pipeline.schedule=zbv"],
+        "trains wrongly",
+    ),
+    "fp16 on fp64 weights": (
+        [
+            "job.py",
+            *(word for key in ("parameter", "optimizer", "reduce") for word in ("--set", f"precision.{key}=fp64")),
+            *("--set", "precision.compute=fp16"),
+        ],
+        "compute in fp64",
+    ),
+    "sequence parallel without tp": (["job.py", "--set", "sequence_parallel=true"], "use tp 2"),
+    "zero without shards": (["job.py", "--nproc", "2", "--plan", "ddp", "--set", "zero=2"], "shard is above 1"),
+    "product for another world": (["job.py", "--nproc", "2", "--plan", "shard2.tp2"], "needs 4 ranks"),
+    "offload without shards": (
+        ["job.py", "--nproc", "2", "--plan", "ddp", "--set", "offload.parameters=cpu"],
+        "use zero3",
+    ),
+    "compression without buckets": (
+        ["job.py", "--nproc", "2", "--plan", "zero3", "--set", "communication.compression=bf16"],
+        "use --plan ddp",
+    ),
 }
 
 IN_THE_RANKS = {
@@ -99,7 +157,7 @@ def check(folder, capfd, arguments, word):
     assert {path for path in folder.rglob("*") if "__pycache__" not in path.parts} == before
 
 
-@pytest.mark.parametrize(("arguments", "word"), QUICK.values(), ids=QUICK)
+@pytest.mark.parametrize(("arguments", "word"), (QUICK | STRATEGIES).values(), ids=QUICK | STRATEGIES)
 def test_refused_before_any_process_starts(folder, capfd, arguments, word):
     check(folder, capfd, ["train", *arguments], word)
 

@@ -56,6 +56,7 @@ PUBLIC = [
     "adamw",
     "build_step",
     "datasets",
+    "full_state_dict",
     "launch",
     "losses",
     "metrics",

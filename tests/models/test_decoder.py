@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import re
 
 import pytest
 import torch
@@ -153,6 +154,14 @@ def test_gpt2_head_is_the_embedding_and_llama_head_is_not():
     gpt2, llama = models.decoder("gpt2-tiny"), models.decoder("llama-tiny")
     assert gpt2.head.weight is gpt2.embed.weight
     assert llama.head.weight is not llama.embed.weight
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny"])
+def test_tensor_rules_name_every_matrix_but_the_positions(name):
+    model = models.decoder(name)
+    matrices = [path for path, part in model.named_modules() if isinstance(part, nn.Linear | nn.Embedding)]
+    named = [path for path in matrices if re.sub(r"\.\d+\.", ".*.", path) in model.tensor_rules()]
+    assert set(matrices) - set(named) <= {"positions"}
 
 
 def test_decoder_has_no_buffers_that_a_meta_build_could_lose():

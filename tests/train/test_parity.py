@@ -89,8 +89,10 @@ def trained(world, job, accumulation=1, dtype="fp64"):
     precision = Precision(parameter=dtype, compute=dtype, reduce=dtype, optimizer=dtype)
     plan = Plan(**{**vars(plan), "precision": precision})
     events = EventLog(None, lambda event: losses.extend(event.get("losses", [])))
-    _, module = run_loop(job, plan, world, events, Timeline())
-    return torch.tensor(losses, dtype=torch.float64), {k: v.double() for k, v in module.state_dict().items()}
+    _, step = run_loop(job, plan, world, events, Timeline())
+    return torch.tensor(losses, dtype=torch.float64), {
+        k: v.double() for k, v in sw.unwrap(step.model).state_dict().items()
+    }
 
 
 def distance(one, other):
@@ -133,8 +135,8 @@ def test_gradient_sync_after_every_micro_batch_changes_nothing():
         plan = Plan.preset("ddp", world.size, batch_size=BATCH, accumulation=5)
         precision = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp64")
         plan = Plan(**{**vars(plan), "precision": precision, "gradient_sync": "every"})
-        _, module = run_loop(job, plan, world, EventLog(None), Timeline())
-        return module.state_dict()
+        _, step = run_loop(job, plan, world, EventLog(None), Timeline())
+        return sw.unwrap(step.model).state_dict()
 
     job = decoder_job(epochs=1)
     last, every_time = run_ranks(trained, 2, job, 5)[0][1], run_ranks(every, 2, job)[0]

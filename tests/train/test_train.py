@@ -50,10 +50,10 @@ def make_job(**changes):
 def trained(world, job, *, accumulation=1, **plan_changes):
     plan = Plan.preset("ddp", world.size, batch_size=job.batch_size, accumulation=accumulation)
     events = []
-    report, module = run_loop(
+    report, step = run_loop(
         job, Plan(**{**vars(plan), **plan_changes}), world, EventLog(None, events.append), Timeline()
     )
-    return report, module, events
+    return report, sw.unwrap(step.model), events
 
 
 def in_one_process(job, **plan_changes):

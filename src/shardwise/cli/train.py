@@ -49,7 +49,6 @@ def command(
     from shardwise.cli.join import train_in_world
     from shardwise.environment import identify
     from shardwise.job import load_job
-    from shardwise.parallel.support import require_supported
     from shardwise.run import create_run
 
     started_at = time.time()
@@ -67,7 +66,7 @@ def command(
     nproc = nproc or 1
     where = _device(device, nproc)
     plan = _settle(loaded, plan_spec, nproc, where, plan_overrides)
-    require_supported(plan)
+    _check(loaded, plan)
     run = create_run(run_dir, reference.name)
     outcome = _launch(reference, plan, run, nproc=nproc, started_at=started_at, backend=backend, device=where.kind)
     return _conclude(outcome, run)
@@ -116,6 +115,17 @@ def _settle(job: Job, spec: str, nproc: int, device: Device, overrides: dict[str
     from shardwise.plan import settle
 
     return settle(spec, batch_size=job.batch_size, world_size=nproc, device=device, overrides=overrides)
+
+
+def _check(job: Job, plan: Plan) -> None:
+    """Refuse what cannot work before anything starts; only plans that cut the model need to look at it, and torch."""
+    from shardwise.parallel.support import require_supported
+
+    require_supported(plan)
+    if plan.layout.tp > 1 or plan.layout.pp > 1:
+        from shardwise.train.preflight import check_model
+
+        check_model(job, plan)
 
 
 def _launch(

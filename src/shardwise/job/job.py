@@ -58,6 +58,10 @@ class Job:
     num_workers: int = 0
     """DataLoader processes per rank."""
     seed: int = 0
+    tensor_rules: Mapping[str, str] | None = None
+    """How tensor parallelism cuts modules, by name: {"blocks.*.attn.qkv": "column", ...}; None asks the model."""
+    layers: str | None = None
+    """Name of the layer list that pipelines are cut along; None finds it."""
     lora: None = None
     """Reserved for adapters."""
 

@@ -80,14 +80,25 @@ class Layout:
         place = self.coordinate(rank)
         return place.replicate * self.shard + place.shard
 
-    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """Return every group of ranks that differ only along `axis`, each in order."""
-        if axis not in AXES:
-            raise LayoutError(f"layout has no axis {axis!r}", fix=nearest(axis, AXES))
-        inner = math.prod(self.degrees[AXES.index(axis) + 1 :])
-        degree = getattr(self, axis)
-        starts = (block + offset for block in range(0, self.world_size, inner * degree) for offset in range(inner))
-        return tuple(tuple(start + step * inner for step in range(degree)) for start in starts)
+    def tells_loss(self, rank: int) -> bool:
+        """Whether what `rank` knows of its reader's loss counts: tp and cp peers know the same, so the first tells.
+
+        Of the stages of a pipeline all may tell: only the last knows anything.
+        """
+        place = self.coordinate(rank)
+        return place.tp == place.cp == 0
+
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """Return every group of ranks that differ only along `axes`, each in order."""
+        for axis in axes:
+            if axis not in AXES:
+                raise LayoutError(f"layout has no axis {axis!r}", fix=nearest(axis, AXES))
+        others = [axis for axis in AXES if axis not in axes]
+        members: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            place = self.coordinate(rank)
+            members.setdefault(tuple(getattr(place, axis) for axis in others), []).append(rank)
+        return tuple(map(tuple, members.values()))
 
     def __str__(self) -> str:
         parts = [f"{axis}{degree}" for axis, degree in zip(AXES, self.degrees, strict=True) if degree > 1]

@@ -50,6 +50,21 @@ class Decoder(nn.Module):
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
 
+    def tensor_rules(self) -> dict[str, str]:
+        """Return how tensor parallelism cuts this decoder: whole groups of heads, hidden units, and the vocabulary."""
+        gate = {"blocks.*.mlp.gate": "column"} if self.config.family == "llama" else {}
+        return {
+            "embed": "vocab",
+            "blocks.*.attn_norm": "sequence",
+            "blocks.*.attn.qkv": "column",
+            "blocks.*.attn.out": "row",
+            "blocks.*.mlp_norm": "sequence",
+            **gate,
+            "blocks.*.mlp.up": "column",
+            "blocks.*.mlp.down": "row",
+            "head": "column_gathered",
+        }
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits [batch, tokens, vocab_size] of tokens [batch, tokens]."""
         num_tokens = tokens.shape[1]
@@ -63,7 +78,7 @@ class Decoder(nn.Module):
         if self.positions is None:
             rotary = rotary_tables(self.config, num_tokens, x)
         else:
-            x = x + self.positions.weight[:num_tokens]
+            x = x + self.positions(torch.arange(num_tokens, device=x.device))
         for block in self.blocks:
             x = block(x, rotary)
         logits: Tensor = self.head(self.norm(x))

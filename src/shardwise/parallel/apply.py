@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import ModuleList
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.errors import JobError
 from shardwise.parallel.batch_norm import foreign_batch_norms, replace_batch_norms
-from shardwise.parallel.gradsync import GradSync, NoSync, ReplicaSync
+from shardwise.parallel.blocks import find_blocks
+from shardwise.parallel.gradsync import GradSync, NoSync, ReplicaSync, ShardSync, SummedSync
+from shardwise.parallel.recompute import recompute_block
 from shardwise.parallel.replicated import replicate
+from shardwise.parallel.sharded import set_prefetch, shard_unit
+from shardwise.parallel.support import uses_ddp
+from shardwise.parallel.tensor import tensor_parallel
+from shardwise.parallel.weights import fill_buffers, fill_parameters
 
 if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
     from torch import nn
 
+    from shardwise.parallel.blueprint import Blueprint
+    from shardwise.parallel.place import Place
     from shardwise.plan import Plan
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a module is made parallel: this rank's device, and the group of readers (None for one reader)."""
-
-    device: torch.device
-    readers: dist.ProcessGroup | None
-
-
-def norm_batches(module: nn.Module, plan: Plan, place: Place) -> nn.Module:
+def norm_batches(module: nn.Module, plan: Plan, place: Place, _: Blueprint) -> nn.Module:
     """Give batch norms the statistics the plan asks for."""
     foreign = foreign_batch_norms(module)
     if foreign and place.readers is not None and plan.batch_norm == "sync":
@@ -39,33 +38,93 @@ def norm_batches(module: nn.Module, plan: Plan, place: Place) -> nn.Module:
     return replace_batch_norms(module, place.readers if plan.batch_norm == "sync" else None)
 
 
-def replicate_parameters(module: nn.Module, plan: Plan, place: Place) -> nn.Module:
+def cut_tensors(module: nn.Module, plan: Plan, place: Place, blueprint: Blueprint) -> nn.Module:
+    """Cut matrices over the tp axis by the rules of the job or the model."""
+    mesh = place.axis("tp")
+    if mesh is None:
+        return module
+    return tensor_parallel(module, mesh, blueprint.tensor_rules, sequence=plan.sequence_parallel)
+
+
+def recompute(module: nn.Module, plan: Plan, _: Place, __: Blueprint) -> nn.Module:
+    """Have repeated blocks run their forward again in backward instead of keeping it."""
+    if plan.recompute != "none":
+        for block in find_blocks(module).values() or (module,):
+            recompute_block(block, selective=plan.recompute == "selective")
+    return module
+
+
+def compile_parts(module: nn.Module, plan: Plan, _: Place, __: Blueprint) -> nn.Module:
+    """Compile each repeated block in place, or the whole module when asked or where nothing repeats."""
+    if plan.compile != "none":
+        for part in (plan.compile == "blocks" and find_blocks(module).values()) or (module,):
+            part.compile()
+    return module
+
+
+def lay_out(module: nn.Module, plan: Plan, place: Place, blueprint: Blueprint) -> nn.Module:
+    """Give parameters their values and cut them, unit by unit: no rank ever holds more than one unit whole."""
+    mesh = place.axis("replicate", "shard") if plan.zero >= 2 else None
+    parts = dict(module.named_modules())
+    for unit in blueprint.units:
+        if blueprint.weights is not None:
+            fill_parameters(module, unit.parameters, blueprint.weights, place.device)
+        part = parts.get(unit.name)
+        if mesh is not None and part is not None and next(part.parameters(), None) is not None:
+            shard_unit(part, plan, mesh)
+    if mesh is None:
+        module.to(place.device)
+    else:
+        set_prefetch([parts[unit.name] for unit in blueprint.units if unit.name in parts], plan.communication.prefetch)
+    for buffer in module.buffers():
+        buffer.data = buffer.data.to(place.device)
+    if blueprint.weights is not None:
+        fill_buffers(module, blueprint.buffers, blueprint.weights, place.device)
+    return module
+
+
+def replicate_parameters(module: nn.Module, plan: Plan, place: Place, _: Blueprint) -> nn.Module:
     """Keep equal parameters on all readers; called on every rank."""
-    if place.readers is None:
+    if place.readers is None or not uses_ddp(plan):
         return module
     return replicate(module, place.readers, place.device, plan.communication)
 
 
 TRANSFORMS = (
     norm_batches,  # first: it replaces modules that the others wrap
+    cut_tensors,  # before all that wraps forward: it replaces the forward of single layers
+    recompute,  # before compile, so that the recomputed region is what gets compiled
+    compile_parts,  # before sharding: its hooks stay outside of the graphs
+    lay_out,  # after all that looks at whole parameters: from here on they are real, and cut
     replicate_parameters,  # last: it must see the final parameters
 )
 
 
-def apply_plan(module: nn.Module, plan: Plan, place: Place) -> nn.Module:
-    """Return `module` under `plan`; called on every rank."""
+def apply_plan(blueprint: Blueprint, plan: Plan, place: Place) -> nn.Module:
+    """Return the module of `blueprint` under `plan`; called on every rank."""
+    module = blueprint.module
     for transform in TRANSFORMS:
-        module = transform(module, plan, place)
+        module = transform(module, plan, place, blueprint)
     return module
 
 
-def gradient_sync(model: nn.Module, plan: Plan) -> GradSync:
+def gradient_sync(model: nn.Module, plan: Plan, place: Place) -> GradSync:
     """Return the one object that sums the gradients of a model made by `apply_plan`."""
+    every = plan.gradient_sync == "every"
     if isinstance(model, DistributedDataParallel):
-        return ReplicaSync(model, every=plan.gradient_sync == "every")
+        return ReplicaSync(model, every=every)
+    if isinstance(model, FSDPModule):
+        return ShardSync(model, every=every)
+    if place.readers is not None and plan.zero < 2:
+        return SummedSync([parameter for parameter in model.parameters() if parameter.requires_grad], place.readers)
     return NoSync()
 
 
+def stages_of(model: nn.Module) -> list[nn.Module]:
+    """Return the user's own modules in a model made by `apply_plan`: one, or the stages of this rank."""
+    return list(model) if isinstance(model, ModuleList) else [unwrap(model)]
+
+
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the user's own module under any strategy."""
+    """Return the user's own module under any strategy; where parameters are cut they stay so (see full_state_dict)."""
     return model.module if isinstance(model, DistributedDataParallel) else model

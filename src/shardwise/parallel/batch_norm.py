@@ -26,6 +26,8 @@ class BatchNorm(_BatchNorm):
     name: str = "a batch norm"
     rows: tuple[int, int] | None = None
     """(real, filled) rows of the next input, the real ones first; None: all are real. Set before each forward."""
+    tracks: bool = True
+    """Whether running statistics move; not while a forward pass is done again for its activations."""
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - the name is torch's
         if input.dim() < 2:
@@ -43,12 +45,26 @@ class BatchNorm(_BatchNorm):
                 fix="use a batch_size that divides the dataset, or a norm that does not mix rows",
             )
         if self.group is None and rows == filled:
-            return super().forward(input)
+            return super().forward(input) if self.tracks else self._repeat(input)
         output, mean, var, count = _SharedNorm.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, rows, self.group
         )
-        self._track(mean, var, count)
+        if self.tracks:
+            self._track(mean, var, count)
         return output  # type: ignore[no-any-return]
+
+    def _repeat(self, value: Tensor) -> Tensor:
+        """Do what torch's forward does, by the same operator, but move copies of the running statistics."""
+        return functional.batch_norm(
+            value,
+            None if self.running_mean is None else self.running_mean.clone(),
+            None if self.running_var is None else self.running_var.clone(),
+            self.weight,
+            self.bias,
+            training=True,
+            momentum=self.momentum or 0.0,
+            eps=self.eps,
+        )
 
     @torch.no_grad()
     def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
@@ -145,7 +161,8 @@ def replace_batch_norms(module: nn.Module, group: dist.ProcessGroup | None) -> n
     replaced: dict[int, BatchNorm] = {}  # one norm may be used in several places
     for prefix, parent in list(module.named_modules()):
         for name, child in parent._modules.items():  # noqa: SLF001 - named_children passes over repeats
-            if type(child) in _TORCHS_OWN:
+            # Where a pipeline keeps a part of another stage, its weight is a stand-in and no parameter: left alone.
+            if type(child) in _TORCHS_OWN and (child.weight is None or isinstance(child.weight, nn.Parameter)):
                 path = f"{prefix}.{name}" if prefix else name
                 parent._modules[name] = replaced.setdefault(id(child), _like(child, group, path))  # noqa: SLF001
     return _like(module, group, "the model") if type(module) in _TORCHS_OWN else module

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise.parallel.compression import compress
+
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
@@ -24,7 +26,7 @@ def replicate(
     parameters = inspect.signature(DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"
     buffers: dict[str, Any] = {name: options.broadcast_buffers}
-    return DistributedDataParallel(
+    model = DistributedDataParallel(
         module,
         device_ids=[device.index] if on_gpu else None,  # CPU modules refuse device_ids
         process_group=group,
@@ -34,3 +36,5 @@ def replicate(
         gradient_as_bucket_view=options.gradient_as_bucket_view,
         static_graph=options.static_graph,
     )
+    compress(model, options)
+    return model

@@ -1,39 +1,85 @@
-"""Which plans can be applied today; asked before any process starts, so no torch here."""
+"""Which plans can be applied; asked before any process starts, so no torch here."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from shardwise.errors import PlanError
+from shardwise.parallel.stage_plan import check_pipeline
 
 if TYPE_CHECKING:
     from shardwise.plan import Plan
 
 
 def require_supported(plan: Plan) -> None:
-    """Refuse a plan with parts that are settled in form but not built yet, naming the first."""
+    """Refuse a plan that would train wrongly or not at all, naming the rule it breaks and the way out."""
+    _check_unbuilt(plan)
+    _check_precision(plan)
+    _check_sharding(plan)
+    _check_communication(plan)
+    check_pipeline(plan)
+
+
+def _check_unbuilt(plan: Plan) -> None:
     default = type(plan)()
-    axes = [axis for axis in ("pp", "shard", "cp", "tp") if getattr(plan.layout, axis) > 1]
-    if axes:
-        raise PlanError(f"plan {plan.layout} uses axis {axes[0]}, which is not built yet", fix="use --plan ddp")
-    for name in ("engine", "recompute", "compile", "capture", "offload", "pipeline"):
+    if plan.layout.cp > 1:
+        raise PlanError(f"plan {plan.layout} uses axis cp, which is not built yet", fix="use tp, or shorter sequences")
+    for name in ("engine", "capture"):
         if getattr(plan, name) != getattr(default, name):
             raise PlanError(f"plan {name} = {getattr(plan, name)!r} is not built yet", fix="leave it at its default")
-    if plan.communication.compression != "none":
+    if "nvme" in (plan.offload.parameters, plan.offload.optimizer):
+        raise PlanError("plan offloads to nvme, which is not built yet", fix='use "cpu"')
+
+
+def _check_precision(plan: Plan) -> None:
+    held = {plan.precision.parameter, plan.precision.optimizer}
+    reduce = {plan.precision.reduce}
+    if held not in ({"fp32"}, {"fp64"}) or (reduce != held and (reduce != {"bf16"} or plan.zero < 2)):
         raise PlanError(
-            f"plan compression = {plan.communication.compression!r} is not built yet", fix='use compression = "none"'
+            f"plan holds {plan.precision}",
+            fix="hold parameters, gradients and optimizer all in fp32 or fp64; only zero 2 and 3 may reduce in bf16",
         )
-    if plan.communication.static_graph and plan.accumulation > 1 and plan.gradient_sync == "last":
+    if held == {"fp64"} and (plan.precision.compute != "fp64" or reduce != held):
+        raise PlanError(f"plan computes in {plan.precision.compute} on fp64 weights", fix="compute in fp64 as well")
+    if held == {"fp32"} and plan.precision.compute == "fp64":
+        raise PlanError("plan computes in fp64 on fp32 weights", fix="set every precision to fp64")
+
+
+def _check_sharding(plan: Plan) -> None:
+    if plan.offload.parameters == "cpu" and plan.zero < 2:
+        raise PlanError(
+            f"plan offloads parameters with zero = {plan.zero}, which keeps them whole on the device",
+            fix="use zero3, or offload the optimizer only",
+        )
+    if plan.offload.parameters == "cpu" and plan.offload.optimizer != "cpu":
+        raise PlanError(
+            "plan offloads parameters but not the optimizer, which works where its parameters are",
+            fix='set offload.optimizer = "cpu" too',
+        )
+    if plan.zero == 1 and plan.layout.tp > 1:
+        raise PlanError(f"plan {plan.layout} has zero = 1 with tp, whose weights are cut already", fix="use zero = 2")
+    if plan.communication.prefetch < 1:
+        raise PlanError(f"plan prefetch is {plan.communication.prefetch}", fix="use 1 or more blocks")
+
+
+def _check_communication(plan: Plan) -> None:
+    options = plan.communication
+    if options.compression != "none" and not uses_ddp(plan):
+        raise PlanError(
+            f"plan compression = {options.compression!r} compresses DDP's buckets, and {plan.layout} (zero {plan.zero})"
+            " has none",
+            fix='use --plan ddp or zero1, or compression = "none"',
+        )
+    if options.static_graph and plan.accumulation > 1 and plan.gradient_sync == "last":
         raise PlanError(
             "plan has static_graph with accumulation, and DDP cannot hold a static graph back",
             fix='set gradient_sync = "every", or leave static_graph off',
         )
-    held = {plan.precision.parameter, plan.precision.optimizer, plan.precision.reduce}
-    if held not in ({"fp32"}, {"fp64"}):
-        raise PlanError(
-            f"plan holds {plan.precision}", fix="hold parameters, gradients and optimizer all in fp32, or all in fp64"
-        )
-    if held == {"fp64"} and plan.precision.compute != "fp64":
-        raise PlanError(f"plan computes in {plan.precision.compute} on fp64 weights", fix="compute in fp64 as well")
-    if held == {"fp32"} and plan.precision.compute == "fp64":
-        raise PlanError("plan computes in fp64 on fp32 weights", fix="set every precision to fp64")
+    if plan.sequence_parallel and plan.layout.tp == 1:
+        raise PlanError("plan has sequence_parallel with tp = 1, which cuts nothing", fix="use tp 2 or more")
+
+
+def uses_ddp(plan: Plan) -> bool:
+    """Whether DDP sums the gradients: parameters whole on every rank, one stage, no tensor-cut parts."""
+    layout = plan.layout
+    return plan.zero < 2 and layout.dp > 1 and layout.pp == layout.tp == layout.cp == 1

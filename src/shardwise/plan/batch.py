@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shardwise.errors import PlanError
+
+if TYPE_CHECKING:
+    from shardwise.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,17 @@ def split_batch(
             fix=f"set accumulation={split.accumulation}, or leave it out",
         )
     return split
+
+
+def fill_pipeline(batch_size: int | None, layout: Layout) -> int:
+    """Return how many micro-batches keep the stages of `layout` busy: four per stage, two where four do not divide."""
+    if layout.pp == 1:
+        return 1
+    for per_stage in (4, 2, 1):
+        number = per_stage * layout.pp
+        if batch_size is None or batch_size % (layout.dp * number) == 0:
+            return number
+    return layout.pp
 
 
 def refit_batch(batch_size: int, *, dp: int, largest_micro_batch: int) -> BatchSplit:

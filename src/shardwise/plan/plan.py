@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from shardwise.errors import PlanError, nearest
 from shardwise.layout import Layout
-from shardwise.plan.batch import refit_batch
+from shardwise.plan.batch import fill_pipeline, refit_batch, split_batch
 from shardwise.plan.presets import preset_degrees
 
 VERSION = 1
@@ -71,6 +71,12 @@ class Pipeline:
     split: tuple[int, ...] = ()
     """First layer of each stage after the first; empty splits evenly."""
 
+    def __post_init__(self) -> None:
+        given: Any = self.split  # TOML and the command line give lists
+        if not isinstance(given, list | tuple) or not all(type(layer) is int for layer in given):
+            raise PlanError(f"plan pipeline.split is {given!r}", fix="give a list of layers, such as [4, 8]")
+        object.__setattr__(self, "split", tuple(given))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -87,8 +93,11 @@ class Plan:
     gradient_sync: Literal["last", "every"] = "last"
     """Sum gradients over ranks once per step, or after every micro-batch (less memory when sharded)."""
     recompute: Literal["none", "selective", "full"] = "none"
-    compile: Literal["none", "blocks"] = "none"
+    compile: Literal["none", "blocks", "model"] = "none"
+    """Repeated blocks one by one (one graph for all layers, quick to compile), or the whole model as one graph."""
     capture: Literal["none", "step"] = "none"
+    sequence_parallel: bool = False
+    """Between tensor-parallel parts, cut activations along the sequence; matters when layout.tp > 1."""
     batch_norm: Literal["sync", "local"] = "sync"
     """Batch statistics over all readers (equal to one process), or over each rank's own rows."""
     engine: Literal["torch", "deepspeed", "mlx"] = "torch"
@@ -115,14 +124,16 @@ class Plan:
             raise PlanError(f"plan bucket_mb is {self.communication.bucket_mb}", fix="use a size above 0")
 
     @classmethod
-    def preset(cls, name: str, world_size: int, *, batch_size: int | None = None, accumulation: int = 1) -> Plan:
+    def preset(
+        cls, name: str, world_size: int, *, batch_size: int | None = None, accumulation: int | None = None
+    ) -> Plan:
         """Return a named plan: ddp, zero1, zero2, zero3, fsdp, hsdp, tp, pp, cp or a product (pp2.shard2.tp2).
 
-        Without `batch_size` it trains one sample per reader and step: enough for `parallelize`.
+        Without `batch_size` it trains one sample per forward pass: enough for `parallelize`. Without `accumulation`
+        there is none, except as much as keeps a pipeline busy.
         """
-        from shardwise.plan.batch import split_batch
-
         layout, zero = preset_degrees(name, world_size)
+        accumulation = accumulation or fill_pipeline(batch_size, layout)
         batch = split_batch(batch_size or layout.dp * accumulation, dp=layout.dp, accumulation=accumulation)
         source = f"preset {name}"
         return cls(

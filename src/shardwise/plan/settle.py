@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.errors import PlanError, nearest
 from shardwise.job.overrides import literal, replace_at
-from shardwise.plan.batch import split_batch
+from shardwise.plan.batch import fill_pipeline, split_batch
 from shardwise.plan.plan import Plan, Precision
 from shardwise.plan.presets import preset_degrees
 from shardwise.plan.toml import read_plan
@@ -99,6 +99,8 @@ def _settle_batch(plan: Plan, batch_size: int, overrides: Mapping[str, str], *, 
     if fixed and not asked:
         split_batch(batch_size, dp=plan.layout.dp, micro_batch=plan.micro_batch, accumulation=plan.accumulation)
         return plan
+    if not asked:
+        asked = {"accumulation": fill_pipeline(batch_size, plan.layout)}
     split = split_batch(batch_size, dp=plan.layout.dp, **asked)
     derived = f"derived: batch_size {batch_size} over {plan.layout.dp} readers"
     sources = {key: "--set" if key in overrides else derived for key in BATCH_KEYS}

@@ -2,89 +2,58 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from shardwise.data.rows import cut_output, cut_rows
+from shardwise.parallel.apply import unwrap
 from shardwise.parallel.batch_norm import batch_norms
-from shardwise.step.step import StepReport
+from shardwise.step.step import NOTHING, StepReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor, nn
-    from torch.optim import Optimizer
 
-    from shardwise.data.feed import Feed, MicroBatch, StepBatch
-    from shardwise.job import Job
-    from shardwise.parallel.gradsync import GradSync
-    from shardwise.step.length import Length
-    from shardwise.step.update import Update
-
-
-_NOTHING = nullcontext()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Autocast:
-    """Lower precision around forward and loss only: around more, its cache would keep stale weights."""
-
-    device_type: str
-    dtype: torch.dtype | None
-
-    def __call__(self) -> AbstractContextManager[Any]:
-        """Enter around one forward pass and its loss."""
-        if self.dtype is None:
-            return _NOTHING
-        return torch.autocast(self.device_type, self.dtype)
+    from shardwise.data.feed import MicroBatch, StepBatch
+    from shardwise.job import Job, Metric
+    from shardwise.step.step import StepParts
 
 
 class PlainStep:
     """One optimizer step: micro-batches accumulate, gradients are summed over readers, the optimizer moves."""
 
-    def __init__(
-        self,
-        job: Job,
-        *,
-        model: nn.Module,
-        optimizer: Optimizer,
-        feed: Feed,
-        sync: GradSync,
-        update: Update,
-        autocast: Autocast,
-        readers: int,
-        length: Length,
-        after_first_backward: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, job: Job, model: nn.Module, parts: StepParts) -> None:
         self.model = model
-        self.optimizer = optimizer
-        self.feed = feed
-        self.length = length
+        self.optimizer = parts.optimizer
+        self.feed = parts.feed
+        self.length = parts.length
+        self.origin = parts.origin
         self.number = 0
+        self.base_rates = [group["lr"] for group in parts.optimizer.param_groups]
+        self._autocast = parts.autocast
         self._loss = job.loss
         self._forward = job.forward
         self._schedule = job.schedule
-        self._sync = sync
-        self._update = update
-        self.autocast = autocast
-        self._readers = readers
-        self._after_first_backward = after_first_backward
+        self._sync = parts.sync
+        self._update = parts.update
+        self._after_first_backward = parts.after_first_backward
+        self._before_update = parts.before_update
         self._batch_norms = batch_norms(model)
-        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._parameters = list(model.parameters())
         self._weight = 0.0
         self._gradient: Tensor | None = None
-        self.base_rates = [group["lr"] for group in optimizer.param_groups]
 
     def __call__(self, batch: StepBatch) -> StepReport:
         """Train on one global batch; communicates through the gradient sync, on every rank."""
         self._set_rate(self.number)
-        # DDP averages over readers; times their number that is a sum, and the sum over all real rows divided by the
-        # one denominator of the global batch is the mean one process would compute.
-        weight = self._readers / max(1, batch.denominator)
+        # The sum over all real rows of all readers, divided by the one denominator of the global batch, is the mean
+        # one process would compute.
+        weight = self._sync.gain / max(1, batch.denominator)
         total = self._accumulate(batch.micro_batches, weight)
+        if self._before_update is not None:
+            self._before_update()
         update = self._update(self.optimizer)
         for parameter in self._parameters:
             parameter.grad = None  # 15 us a step less than optimizer.zero_grad, which does the same
@@ -103,12 +72,13 @@ class PlainStep:
         for micro_batch in first:
             with keep_back():
                 sums.append(self._backward(micro_batch, weight))
-        with keep_back() if check is not None else _NOTHING:
+        with keep_back() if check is not None else NOTHING:
             sums.append(self._backward(last, weight))
         if check is not None:
             check()
             self._after_first_backward = None
-            self._sync.finish()
+            self._sync.finish_held()
+        self._sync.finish()
         return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
     def _backward(self, micro_batch: MicroBatch, weight: float) -> Tensor:
@@ -116,7 +86,7 @@ class PlainStep:
         batch, rows, filled = micro_batch.batch, micro_batch.rows, micro_batch.filled
         for norm in self._batch_norms:
             norm.rows = None if rows == filled else (rows, filled)
-        with self.autocast():
+        with self._autocast():
             output = self._forward(self.model, batch)
             if rows < filled and self._loss.by_row:
                 output, batch = cut_output(output, rows, filled), cut_rows(batch, rows, filled)
@@ -128,6 +98,29 @@ class PlainStep:
         # The weight goes in as the gradient of the loss: 20 us a step less than a product, forward and backward.
         self._update.scale(loss).backward(self._gradient)
         return loss.detach()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield what this rank holds of the model, under the names of the user's own module."""
+        return unwrap(self.model).named_parameters()
+
+    @torch.no_grad()
+    def measure(self, micro_batch: MicroBatch, measures: Mapping[str, Metric]) -> dict[str, float]:
+        """Return sum and count of each measure over the real rows, without training; on every rank of a model."""
+        batch, rows, filled = micro_batch.batch, micro_batch.rows, micro_batch.filled
+        with self._autocast():
+            output = self._forward(unwrap(self.model), batch)
+            if not rows:
+                return {}
+            if rows < filled:
+                output, batch = cut_output(output, rows, filled), cut_rows(batch, rows, filled)
+            return {
+                key: value
+                for name, measure in measures.items()
+                for key, value in (
+                    (name, float(measure.sum(output, batch))),
+                    (f"{name}/count", measure.count_of(batch, rows)),
+                )
+            }
 
     def _set_rate(self, number: int) -> None:
         factor = self._schedule(number, self.length.num_steps)

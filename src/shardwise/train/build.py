@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-import pickle
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset
 
 from shardwise.data.feed import Feed, StepLoader
 from shardwise.data.loaders import IndexLoader, StreamLoader, dataset_length
 from shardwise.data.slices import Slices
 from shardwise.errors import DataError, JobError, PlanError
-from shardwise.parallel.apply import Place, apply_plan, gradient_sync, unwrap
+from shardwise.parallel.apply import apply_plan, gradient_sync, stages_of
 from shardwise.parallel.batch_norm import foreign_batch_norms
-from shardwise.parallel.probe import GradientProbe
-from shardwise.parallel.support import require_supported
+from shardwise.parallel.blueprint import job_blueprint, real_blueprint
+from shardwise.parallel.norm import GradNorm
+from shardwise.parallel.optimizer import make_optimizer
+from shardwise.parallel.place import Place
+from shardwise.parallel.probe import without_gradient
+from shardwise.parallel.sharded import LOWER
+from shardwise.parallel.stage_plan import cut_layers
+from shardwise.parallel.stages import count_layers, find_layers, split_stages
+from shardwise.parallel.support import require_supported, uses_ddp
+from shardwise.parallel.tensor_rules import find_rules
+from shardwise.parallel.weights import share_values
 from shardwise.step.length import Length, training_length
-from shardwise.step.plain import Autocast, PlainStep
+from shardwise.step.pipeline import PipelineStep
+from shardwise.step.plain import PlainStep
+from shardwise.step.step import Autocast, StepParts
 from shardwise.step.update import choose_update
 
 if TYPE_CHECKING:
@@ -28,70 +39,170 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardwise.job import Job
+    from shardwise.layout import Layout
+    from shardwise.parallel.blueprint import Blueprint
+    from shardwise.parallel.stage_plan import StageCut
     from shardwise.plan import Plan
+    from shardwise.step.step import Step
+    from shardwise.step.update import Update
     from shardwise.world import World
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
+def build_step(
+    job: Job,
+    plan: Plan,
+    world: World,
+    *,
+    note: Callable[[str], None] = lambda _: None,
+    before_update: Callable[[], None] | None = None,
+) -> Step:
+    """Make the Step that trains `job` under `plan`; called on every rank.
 
-def build_step(job: Job, plan: Plan, world: World, *, note: Callable[[str], None] = lambda _: None) -> PlainStep:
-    """Make the Step that trains `job` under `plan`; called on every rank. `note` gets remarks for the user."""
+    `note` gets remarks for the user; `before_update` is called in each step when gradients are summed, not clipped.
+    """
+    require_supported(plan)
     check_fit(job, plan, world)
-    torch.manual_seed(job.seed)
-    model = parallelize(_make_model(job), plan, world)
-    readers = plan.layout.dp
+    place = find_place(plan.layout, world)
+    blueprint = draw_up(job, plan, world)
+    cut, model = _lay_out(job, blueprint, plan, place)
     reader = plan.layout.data_index(world.rank)
     torch.manual_seed(job.seed + 1 + reader)  # readers draw different dropout masks, whatever the model's init drew
     # On the host and by itself: its collectives run a step ahead of, and so beside, those of the model.
-    feed_group = world.host_group if readers > 1 else None
+    feed_group = world.axis_group(plan.layout, ("replicate", "shard"), on_host=True)
     loader, length = _make_loader(job, plan, reader, feed_group, on_gpu=world.device.type == "cuda")
-    plain = unwrap(model)
-    feed = Feed(
-        loader,
-        job.loss,
-        micro_batch=plan.micro_batch,
-        device=world.device,
-        fill=not foreign_batch_norms(plain),
-        float_dtype=torch.float64 if plan.precision.compute == "fp64" else None,
-        group=feed_group,
-    )
-    trainable = [(name, p) for name, p in plain.named_parameters() if p.requires_grad]
+    named = [item for part in stages_of(model) for item in part.named_parameters()]
+    trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not trainable:
         raise JobError("the model has no trainable parameter", fix="leave some with requires_grad=True")
-    return PlainStep(
-        job,
-        model=model,
-        optimizer=job.optimizer(trainable),
-        feed=feed,
-        sync=gradient_sync(model, plan),
-        update=choose_update([p for _, p in trainable], clip_norm=job.clip_norm, fp16=plan.precision.compute == "fp16"),
-        autocast=Autocast(device_type=world.device.type, dtype=_DTYPES.get(plan.precision.compute)),
-        readers=readers,
+    parts = StepParts(
+        optimizer=make_optimizer(
+            job.optimizer,
+            trainable,
+            shard_mesh=place.axis("shard") if plan.zero == 1 else None,
+            on_host=plan.offload.optimizer == "cpu" and plan.offload.parameters == "none",
+        ),
+        feed=Feed(
+            loader,
+            job.loss,
+            micro_batch=plan.micro_batch,
+            device=world.device,
+            fill=not foreign_batch_norms(model),
+            float_dtype=torch.float64 if plan.precision.compute == "fp64" else None,
+            group=feed_group,
+        ),
+        sync=gradient_sync(model, plan, place),
+        update=_make_update(job, plan, world, [parameter for _, parameter in trainable]),
+        autocast=_autocast(plan, world),
         length=length,
-        after_first_backward=_first_check(plain, plan, feed_group, note),
+        origin=blueprint.weights.words if blueprint.weights is not None else "",
+        after_first_backward=_first_check(named, plan, feed_group, note),
+        before_update=before_update,
     )
+    if cut is None:
+        return PlainStep(job, model, parts)
+    return PipelineStep(job, stages_of(model), parts, cut=cut, plan=plan, place=place)  # type: ignore[arg-type]
+
+
+def draw_up(job: Job, plan: Plan, world: World) -> Blueprint:
+    """Return the blueprint of the job's model for this plan; called on every rank."""
+    blueprint = job_blueprint(
+        job.model,
+        seed=job.seed,
+        weights=job.weights,
+        rank=world.rank,
+        size=world.size,
+        double=plan.precision.parameter == "fp64",
+    )
+    if plan.layout.tp == 1:
+        return blueprint
+    return replace(blueprint, tensor_rules=find_rules(blueprint.module, job.tensor_rules))
+
+
+def _lay_out(job: Job, blueprint: Blueprint, plan: Plan, place: Place) -> tuple[StageCut | None, nn.Module]:
+    """Put the model under the plan: whole, or as the list of this rank's stages."""
+    if plan.layout.pp == 1:
+        return None, apply_plan(blueprint, plan, place)
+    layers = find_layers(blueprint.module, job.layers)
+    cut = cut_layers(plan, count_layers(blueprint.module, layers))
+    stages = split_stages(
+        blueprint.module,
+        cut,
+        place.coordinate.pp,
+        layers=layers,
+        device=place.device,
+        dtype=LOWER.get(plan.precision.compute) if plan.zero >= 2 else None,
+    )
+    return cut, torch.nn.ModuleList(apply_plan(replace(blueprint, module=stage), plan, place) for stage in stages)
+
+
+def find_place(layout: Layout, world: World) -> Place:
+    """Communicate to find this rank's place in `layout`, its mesh and its fellow readers; called on every rank."""
+    return Place(
+        device=world.device,
+        layout=layout,
+        rank=world.rank,
+        mesh=world.mesh(layout) if layout.world_size > 1 else None,
+        readers=world.axis_group(layout, ("replicate", "shard")),
+    )
+
+
+def _make_update(job: Job, plan: Plan, world: World, parameters: list[nn.Parameter]) -> Update:
+    """Choose the update; communicates where a gradient is spread over ranks, to join those."""
+    cut_axes = tuple(axis for axis in ("shard", "tp") if axis != "shard" or plan.zero >= 2)
+    group = world.axis_group(plan.layout, ("pp", *cut_axes))
+    norm = GradNorm(parameters, layout=plan.layout, cut_axes=cut_axes, group=group, device=world.device)
+    return choose_update(
+        norm,
+        parameters=parameters,
+        whole=group is None,
+        clip_norm=job.clip_norm,
+        fp16=plan.precision.compute == "fp16",
+    )
+
+
+def _autocast(plan: Plan, world: World) -> Autocast:
+    """Sharded units cast their parameters and inputs themselves; everything else computes under autocast."""
+    dtype = LOWER.get(plan.precision.compute) if plan.zero < 2 else None
+    return Autocast(device_type=world.device.type, dtype=dtype)
 
 
 def _first_check(
-    module: nn.Module, plan: Plan, group: dist.ProcessGroup | None, note: Callable[[str], None]
+    named: list[tuple[str, nn.Parameter]],
+    plan: Plan,
+    group: dist.ProcessGroup | None,
+    note: Callable[[str], None],
 ) -> Callable[[], None] | None:
     """Watch the first backward for parameters without gradient; a static graph must not be held back, nor needs it."""
     if plan.communication.static_graph and group is not None:
         return None
-    probe = GradientProbe(module)
-    return lambda: report_missing(probe.missing(group), plan, note)
+    return lambda: report_missing(without_gradient(named, group), plan, note)
 
 
 def parallelize(model: nn.Module, plan: Plan, world: World) -> nn.Module:
     """Put a plain module under `plan` on this rank's device, for people with their own loop; on every rank.
 
-    Autocast belongs around the loop's own forward and loss, so `plan.precision.compute` is left to it.
+    All ranks get rank 0's values. Make the optimizer afterwards. Gradients come out as in the plan's own engine: DDP
+    averages over readers, FSDP2 is set to do so too. Autocast belongs around the loop's own forward and loss, so
+    `plan.precision.compute` is left to it, except where FSDP2 casts shards.
     """
     require_supported(plan)
+    if plan.layout.pp > 1:
+        raise PlanError(f"plan {plan.layout} has stages, which a loop of your own cannot run", fix="use build_step")
+    if plan.zero == 1 or plan.offload.optimizer != "none":
+        raise PlanError("the plan cuts the optimizer, which your own loop makes", fix="use build_step, or zero2")
     if plan.precision.parameter == "fp64":
         model = model.double()
-    readers = dist.group.WORLD if plan.layout.dp > 1 else None
-    return apply_plan(model.to(world.device), plan, Place(device=world.device, readers=readers))
+    if world.size > 1:
+        share_values(model, world.device)
+    place = find_place(plan.layout, world)
+    blueprint = real_blueprint(model)
+    if plan.layout.tp > 1:
+        blueprint = replace(blueprint, tensor_rules=find_rules(model, None))
+    parallel = apply_plan(blueprint, plan, place)
+    for part in parallel.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(float(plan.layout.dp))
+    return parallel
 
 
 def check_fit(job: Job, plan: Plan, world: World) -> None:
@@ -114,37 +225,13 @@ def report_missing(missing: dict[int, list[str]], plan: Plan, note: Callable[[st
     if not missing:
         return
     words = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in missing.items())
-    if plan.layout.dp > 1 and not plan.communication.find_unused_parameters:
+    differs = plan.zero >= 2 and (len(missing) < plan.layout.dp or len(set(map(tuple, missing.values()))) > 1)
+    if differs or (uses_ddp(plan) and not plan.communication.find_unused_parameters):
         raise JobError(
             f"parameters got no gradient in the first step ({words})",
             fix="freeze them, use them, or --set communication.find_unused_parameters=true",
         )
     note(f"parameters without gradient in the first step: {words}")
-
-
-def _make_model(job: Job) -> nn.Module:
-    model = job.model()
-    if not isinstance(model, torch.nn.Module):
-        raise JobError(f"Job.model made a {type(model).__name__}", fix="return a torch.nn.Module")
-    if job.weights is not None:
-        _load_weights(model, Path(job.weights))
-    return model
-
-
-def _load_weights(model: nn.Module, path: Path) -> None:
-    if not path.is_file():
-        raise JobError(f"Job.weights {path} is not a file", fix="name a state dict saved by torch.save")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        result = model.load_state_dict(state, strict=False)
-    except (RuntimeError, ValueError, TypeError, OSError, pickle.UnpicklingError) as error:
-        reason = (str(error).splitlines() or [""])[-1].strip()
-        raise JobError(f"Job.weights {path} does not load ({reason})", fix="name a matching state dict") from error
-    if result.missing_keys or result.unexpected_keys:
-        raise JobError(
-            f"Job.weights {path} lacks {result.missing_keys} and has extra {result.unexpected_keys}",
-            fix="name the state dict of this model",
-        )
 
 
 def _make_loader(

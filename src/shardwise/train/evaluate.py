@@ -8,54 +8,90 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
+from shardwise.data.feed import MicroBatch
 from shardwise.data.loaders import ReaderShare, dataset_length
-from shardwise.data.rows import move, num_rows
+from shardwise.data.rows import fill_rows, move, num_rows
+from shardwise.parallel.apply import unwrap
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import nn
     from torch.utils.data import Dataset
 
     from shardwise.job import Job
     from shardwise.plan import Plan
-    from shardwise.step.plain import Autocast
+    from shardwise.step.step import Step
     from shardwise.world import World
 
 
-@torch.no_grad()
-def evaluate(
-    job: Job, plan: Plan, world: World, *, module: nn.Module, dataset: Dataset[Any], autocast: Autocast
-) -> dict[str, float]:
-    """Return the loss and metrics over the whole dataset; communicates over the world, on every rank.
-
-    `module` is the plain module: ranks with fewer batches than others must not meet in its collectives.
-    """
+def evaluate(job: Job, plan: Plan, world: World, *, step: Step, dataset: Dataset[Any]) -> dict[str, float]:
+    """Return the loss and metrics over the whole dataset; communicates over the world, on every rank."""
     measures = {"loss": job.loss, **job.metrics}
     sums = dict.fromkeys([*measures, *(f"{name}/count" for name in measures)], 0.0)
+    module = unwrap(step.model)
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
-    share_buffers(module, world)
-    for batch in _reader_batches(job, plan, world, dataset):
-        rows = num_rows(batch)
-        moved = move(batch, world.device, torch.float64 if plan.precision.compute == "fp64" else None)
-        with autocast():
-            output = job.forward(module, moved)
-            for name, measure in measures.items():
-                sums[name] += float(measure.sum(output, moved))
-                sums[f"{name}/count"] += measure.count_of(moved, rows)
+    share_buffers(module, world.axis_group(plan.layout, ("replicate", "shard")))
+    tells = plan.layout.tells_loss(world.rank)
+    for micro_batch in _micro_batches(job, plan, world, dataset):
+        found = step.measure(micro_batch, measures)
+        if tells:
+            for name, value in found.items():
+                sums[name] += value
     for part, was_training in modes:  # one by one: some may have been frozen in eval mode by the user
         part.training = was_training
     totals = world.sum(sums)
     return {name: totals[name] / max(1.0, totals[f"{name}/count"]) for name in measures}
 
 
-def share_buffers(module: nn.Module, world: World) -> None:
-    """Give every rank the buffers of rank 0; communicates over the world.
+def share_buffers(module: nn.Module, readers: dist.ProcessGroup | None) -> None:
+    """Give every reader the buffers of the first; communicates over the group.
 
     Local batch statistics differ by rank, and one model is evaluated, not one per rank.
     """
-    if world.size > 1:
+    if readers is not None:
         for buffer in module.buffers():
-            dist.broadcast(buffer, src=0)
+            dist.broadcast(buffer, group=readers, group_src=0)
+
+
+def _micro_batches(job: Job, plan: Plan, world: World, dataset: Dataset[Any]) -> Iterator[MicroBatch]:
+    """Yield this reader's batches, filled to the plan's shape where the model needs one shape.
+
+    Where forward communicates between readers, those that are through go on with batches of no real row until all are;
+    each batch then costs one small agreement.
+    """
+    meets = plan.zero >= 2 and plan.layout.dp > 1
+    group = world.axis_group(plan.layout, ("replicate", "shard"), on_host=True) if meets else None
+    fills = plan.layout.pp > 1 and job.loss.by_row
+    dtype = torch.float64 if plan.precision.compute == "fp64" else None
+    spare: Any = None
+    batches = iter(_reader_batches(job, plan, world, dataset))
+    while True:
+        batch = next(batches, None)
+        rows = 0 if batch is None else num_rows(batch)
+        if not _anyone_has(rows, group):
+            return
+        if batch is None:
+            batch = spare if spare is not None else _first(job, dataset)
+        spare, filled = batch, num_rows(batch)
+        if fills and filled < plan.micro_batch:
+            batch, filled = fill_rows(batch, filled, plan.micro_batch), plan.micro_batch
+        yield MicroBatch(move(batch, world.device, dtype), rows, filled)
+
+
+def _anyone_has(rows: int, group: dist.ProcessGroup | None) -> bool:
+    """Whether any reader has rows left; communicates over `group`."""
+    if group is None:
+        return rows > 0
+    left = torch.tensor(rows)
+    dist.all_reduce(left, group=group)
+    return bool(left)
+
+
+def _first(job: Job, dataset: Any) -> Any:
+    sample = next(iter(dataset)) if isinstance(dataset, IterableDataset) else dataset[0]
+    return (job.collate or torch.utils.data.default_collate)([sample])
 
 
 def _reader_batches(job: Job, plan: Plan, world: World, dataset: Dataset[Any]) -> DataLoader[Any]:

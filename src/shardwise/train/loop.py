@@ -9,19 +9,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shardwise.errors import TrainingError
-from shardwise.parallel.apply import unwrap
 from shardwise.train.build import build_step
 from shardwise.train.evaluate import evaluate
 from shardwise.train.start import start_report
 from shardwise.train.window import Window
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from shardwise.job import Job
     from shardwise.plan import Plan
     from shardwise.run import EventLog
     from shardwise.run.timeline import Timeline
+    from shardwise.step.step import Step
     from shardwise.world import World
 
 
@@ -41,15 +39,14 @@ class TrainReport(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_s: float
 
 
-def run_loop(job: Job, plan: Plan, world: World, events: EventLog, timeline: Timeline) -> tuple[TrainReport, nn.Module]:
-    """Train `job` under `plan` to its end; called on every rank. Returns the report and the trained plain module."""
+def run_loop(job: Job, plan: Plan, world: World, events: EventLog, timeline: Timeline) -> tuple[TrainReport, Step]:
+    """Train `job` under `plan` to its end; called on every rank. Returns the report and the step that got there."""
     step = build_step(job, plan, world, note=lambda text: events.write("note", text=text))
     test_set = job.data("test")
     timeline.mark("model and data")
     events.write("start", **start_report(job, plan, world, step))
 
-    window = Window()
-    module = unwrap(step.model)
+    window = Window(tells_loss=plan.layout.tells_loss(world.rank))
     samples = skipped = 0
     losses: list[float] = []
     evaluation: dict[str, float] = {}
@@ -71,7 +68,7 @@ def run_loop(job: Job, plan: Plan, world: World, events: EventLog, timeline: Tim
                 _note_non_finite(published, events)
             losses = published["losses"]
         if test_set is not None and (ends_epoch or is_last):
-            evaluation = evaluate(job, plan, world, module=module, dataset=test_set, autocast=step.autocast)
+            evaluation = evaluate(job, plan, world, step=step, dataset=test_set)
             events.write("evaluation", step=step.number, epoch=report.cursor.epoch, values=evaluation)
             window.restart_clock()
     training_s = time.perf_counter() - began
@@ -90,7 +87,7 @@ def run_loop(job: Job, plan: Plan, world: World, events: EventLog, timeline: Tim
         samples_per_s=samples / training_s,
     )
     events.write("end", **msgspec.to_builtins(result))
-    return result, module
+    return result, step
 
 
 def _note_non_finite(published: dict[str, Any], events: EventLog) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.parallel.gather import full_state_dict
 from shardwise.run import EventLog
 from shardwise.run.progress import ProgressView
 from shardwise.run.report import write_report
@@ -37,9 +38,10 @@ def train(
     view = ProgressView.on_stderr() if show_progress and world.is_main else None
     events = EventLog(run.events(world.rank) if run else None, view.show if view else None)
     try:
-        report, module = run_loop(job, plan, world, events, timeline)
+        report, step = run_loop(job, plan, world, events, timeline)
+        weights = full_state_dict(step.model) if run is not None else {}
         if run is not None and world.is_main:
-            torch.save(module.state_dict(), run.weights)
+            torch.save(weights, run.weights)
             timeline.write(run.timeline)
             write_report(run, report, timeline.phases)
     finally:

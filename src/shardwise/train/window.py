@@ -19,8 +19,10 @@ _MOST_STEPS = 1000
 class Window:
     """Collects step reports until it is full; all ranks agree on when that is, since `size` is."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tells_loss: bool) -> None:
+        """`tells_loss` is false on ranks whose loss another rank of the same reader tells."""
         self.size = 1
+        self._tells_loss = tells_loss
         self._reports: list[StepReport] = []
         self._began = time.perf_counter()
 
@@ -42,6 +44,8 @@ class Window:
         sums = torch.stack([report.loss_sum for report in reports]).double().cpu()  # here the device is waited for
         now = time.perf_counter()
         shares = sums / torch.tensor([max(1, report.denominator) for report in reports])
+        if not self._tells_loss:
+            shares = torch.zeros_like(shares)
         seconds = now - self._began
         summed = torch.cat([shares, torch.tensor([seconds], dtype=torch.float64)])
         if world.size > 1:

@@ -20,7 +20,7 @@ from shardwise.world.mesh import build_mesh
 from shardwise.world.stores import HashStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from types import TracebackType
 
     from torch.distributed import ProcessGroup
@@ -56,6 +56,8 @@ class World:
     process_group: weakref.ref[ProcessGroup] = field(repr=False)
     created: bool = field(default=True, repr=False)
     """Whether closing this world ends the process group: not one that was running before."""
+    _groups: dict[Any, ProcessGroup | None] = field(default_factory=dict, repr=False)
+    """Groups made so far: each costs connections, and they last as long as the world."""
 
     @classmethod
     def of(
@@ -121,10 +123,14 @@ class World:
         dist.all_reduce(total)
         return dict(zip(names, total.tolist(), strict=True))
 
+    @property
+    def _host_backend(self) -> str:
+        return "fake" if self.backend == "fake" else "gloo"
+
     @cached_property
     def host_group(self) -> ProcessGroup:
         """A gloo group of all ranks for small values on the host; communicates at its first use, on every rank."""
-        group: ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+        group: ProcessGroup = dist.new_group(backend=self._host_backend, timeout=timedelta(seconds=self.timeout_s))
         return group
 
     def group(self, ranks: Iterable[int]) -> ProcessGroup | None:
@@ -137,6 +143,28 @@ class World:
             )
         group = dist.new_group(members, timeout=timedelta(seconds=self.timeout_s))
         return group if self.rank in members else None
+
+    def axis_group(self, layout: Layout, axes: Sequence[str], *, on_host: bool = False) -> ProcessGroup | None:
+        """Communicate to join this rank with those that differ from it only along `axes`; None when it is alone.
+
+        Called on every rank. `on_host` groups carry small values of the host beside other traffic.
+        """
+        groups = layout.groups(*axes)
+        if len(groups[0]) == 1:
+            return None
+        if len(groups) == 1:
+            return self.host_group if on_host else running_group()
+        if (groups, on_host) in self._groups:
+            return self._groups[groups, on_host]
+        mine: ProcessGroup | None = None
+        for ranks in groups:
+            group = dist.new_group(
+                list(ranks),
+                timeout=timedelta(seconds=self.timeout_s),
+                backend=self._host_backend if on_host else None,
+            )
+            mine = group if self.rank in ranks else mine
+        return self._groups.setdefault((groups, on_host), mine)
 
     def mesh(self, layout: Layout) -> DeviceMesh:
         """Communicate to make the named mesh of `layout`, called on every rank."""

@@ -1,0 +1,159 @@
+"""The optimizer factory's partner: optimizer states cut over ranks (ZeRO-1), or kept on the host (offload)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from shardwise.parallel.buckets import in_buckets
+from shardwise.parallel.gradsync import local
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+    from shardwise.job.optimizers import OptimizerFactory
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+def make_optimizer(
+    factory: OptimizerFactory, named: Named, *, shard_mesh: DeviceMesh | None, on_host: bool
+) -> Optimizer:
+    """Return the job's optimizer over `named`; called on every rank.
+
+    With `shard_mesh` its parameters, and so its states, are this rank's rows of each (ZeRO-1); `on_host` keeps them
+    on the CPU. Either way a step leaves the model's own parameters whole and new.
+    """
+    if shard_mesh is None and not on_host:
+        return factory(named)
+    pieces = [
+        _Piece(
+            parameter, shard_mesh if parameter.ndim and not isinstance(parameter, DTensor) else None, on_host=on_host
+        )
+        for _, parameter in named
+    ]
+    optimizer = factory([(name, piece.owned) for (name, _), piece in zip(named, pieces, strict=True)])
+    _Bridge(pieces, shard_mesh).attach(optimizer)
+    return optimizer
+
+
+class _Piece:
+    """This rank's rows of one parameter, as the optimizer sees them."""
+
+    def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh | None, *, on_host: bool) -> None:
+        self.parameter = parameter
+        self.is_cut = mesh is not None
+        self.on_host = on_host
+        self.rows = parameter.shape[0] if parameter.ndim else 0
+        size, place = (mesh.size(), mesh.get_local_rank()) if mesh is not None else (1, 0)
+        self.rows_per_rank = -(-self.rows // size)
+        self.first = min(self.rows, place * self.rows_per_rank)
+        self.num_rows = min(self.rows, self.first + self.rows_per_rank) - self.first
+        mine = self.mine(parameter.detach())
+        owned = local(mine).cpu().clone() if on_host else local(mine)
+        wrapped: Tensor = owned
+        if mesh is not None:
+            home = mesh if not on_host else _host_mesh(mesh)
+            wrapped = DTensor.from_local(
+                owned, home, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
+            )
+        elif isinstance(mine, DTensor):
+            wrapped = DTensor.from_local(
+                owned,
+                _host_mesh(mine.device_mesh) if on_host else mine.device_mesh,
+                mine.placements,
+                run_check=False,
+                shape=mine.shape,
+                stride=mine.stride(),
+            )
+        self.owned = nn.Parameter(wrapped, requires_grad=parameter.requires_grad)
+
+    def mine(self, whole: Tensor) -> Tensor:
+        """Return this rank's rows of a tensor shaped like the parameter, as a view."""
+        return whole.narrow(0, self.first, self.num_rows) if self.is_cut else whole
+
+    def take_gradient(self) -> None:
+        """Show the optimizer the gradient of these rows."""
+        if self.parameter.grad is None:
+            self.owned.grad = None
+            return
+        rows = local(self.mine(self.parameter.grad))
+        rows = rows.to("cpu") if self.on_host else rows
+        if isinstance(self.owned, DTensor):
+            rows = DTensor.from_local(
+                rows,
+                self.owned.device_mesh,
+                self.owned.placements,
+                run_check=False,
+                shape=self.owned.shape,
+                stride=self.owned.stride(),
+            )
+        self.owned.grad = rows
+
+    def give_back(self) -> None:
+        """Copy the optimizer's rows into the parameter, where they are not the same memory."""
+        self.owned.grad = None
+        if self.on_host:
+            local(self.mine(self.parameter.detach())).copy_(local(self.owned.detach()), non_blocking=True)
+
+
+class _Bridge:
+    """Hooks around the optimizer's step: gradients in, new parameters out to every rank."""
+
+    def __init__(self, pieces: Sequence[_Piece], mesh: DeviceMesh | None) -> None:
+        self._pieces = pieces
+        self._group = mesh.get_group() if mesh is not None else None
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Have every step of `optimizer` pass through here."""
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+
+    def _before(self, *_: Any) -> None:
+        for piece in self._pieces:
+            piece.take_gradient()
+
+    @torch.no_grad()
+    def _after(self, *_: Any) -> None:
+        """Gather the new rows of all ranks; communicates over the shard axis."""
+        for piece in self._pieces:
+            piece.give_back()
+        if self._group is None:
+            return
+        cut = {id(piece.parameter): piece for piece in self._pieces if piece.is_cut}
+        for bucket in in_buckets(piece.parameter for piece in cut.values()):
+            _gather_rows([cut[id(parameter)] for parameter in bucket], self._group)
+
+
+def _gather_rows(pieces: Sequence[_Piece], group: dist.ProcessGroup) -> None:
+    """Bring the rows of all ranks together, in one collective for all pieces; communicates over `group`."""
+    size = dist.get_world_size(group)
+    padded = []
+    for piece in pieces:
+        rows = piece.mine(piece.parameter.detach()).flatten()
+        full = piece.rows_per_rank * (piece.parameter.numel() // max(1, piece.rows))
+        padded.append(nn.functional.pad(rows, (0, full - rows.numel())))
+    mine = torch.cat(padded)
+    everyone = mine.new_empty(size * mine.numel())
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # 2.13 renamed it
+    gather(everyone, mine, group=group)
+    columns = everyone.view(size, -1).split([part.numel() for part in padded], dim=1)
+    for piece, column in zip(pieces, columns, strict=True):
+        whole = piece.parameter.detach()
+        whole.copy_(column.reshape(-1)[: whole.numel()].view_as(whole))
+
+
+def _host_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The same ranks with tensors on the CPU; makes no groups, since nothing is ever sent over it."""
+    from torch.distributed.device_mesh import DeviceMesh as Mesh
+
+    if mesh.device_type == "cpu":
+        return mesh
+    return Mesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)

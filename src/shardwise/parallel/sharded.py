@@ -1,0 +1,53 @@
+"""Sharded parameters: FSDP2, one unit per repeated block, settled by the plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardwise.plan import Plan
+
+LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, **LOWER}
+
+
+def shard_unit(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Cut the parameters of one unit that are not yet cut; called on every rank of `mesh`, inner units first.
+
+    On a mesh of two axes the first replicates and the second shards (HSDP).
+    """
+    options: dict[str, Any] = {}
+    if plan.offload.parameters == "cpu":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    precision = plan.precision
+    if precision.compute in LOWER:
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=LOWER[precision.compute], reduce_dtype=_DTYPES[precision.reduce]
+        )
+    # ZeRO-2 keeps gathered parameters until backward is done; ZeRO-3 frees them after each use.
+    fully_shard(module, mesh=mesh, reshard_after_forward=plan.zero == 3, **options)
+    sharded: FSDPModule = module  # type: ignore[assignment]
+    # The loss is divided by the global count already: gradients are summed, never averaged.
+    sharded.set_gradient_divide_factor(1.0)
+    sharded.set_force_sum_reduction_for_comms(True)
+
+
+def set_prefetch(blocks: Sequence[nn.Module], depth: int) -> None:
+    """Gather `depth` blocks ahead of use, forward and backward; 1 is what FSDP2 does by itself."""
+    if depth == 1:
+        return
+    units: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
+    for order, prefetch in (
+        (units, FSDPModule.set_modules_to_forward_prefetch),
+        (units[::-1], FSDPModule.set_modules_to_backward_prefetch),
+    ):
+        for position, unit in enumerate(order):
+            prefetch(unit, order[position + 1 : position + 1 + depth])

@@ -1,0 +1,123 @@
+"""A model without its weights: parameters on the meta device, buffers real, and how each weight would be drawn."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+_RANDOM = {"normal_", "uniform_", "exponential_", "bernoulli_", "log_normal_", "cauchy_", "geometric_", "random_"}
+_PLAIN = {"zero_", "fill_", "mul_", "add_", "sub_", "div_", "clamp_", "erfinv_"}
+
+Recipe = tuple["Write", ...]
+
+
+@dataclass(frozen=True)
+class Write:
+    """One in-place operation on a parameter that can be done again on any device: its name and plain arguments."""
+
+    name: str
+    arguments: tuple[Any, ...]
+
+    def __call__(self, value: Tensor, generator: torch.Generator) -> None:
+        """Do it to `value`, drawing from `generator`."""
+        keywords = {"generator": generator} if self.name in _RANDOM else {}
+        getattr(value, self.name)(*self.arguments, **keywords)
+
+
+def skeleton(make_model: Callable[[], nn.Module]) -> tuple[nn.Module, Mapping[str, Recipe] | None]:
+    """Build a model without memory for its parameters; also the recipe of each weight, where recipes tell all.
+
+    They do when the model has `init_weights()` that sets every parameter by plain in-place operations, and the last
+    thing `make_model` did to each was that. None otherwise: the weights then come from a real model.
+    """
+    recorder = _Recorder()
+    with _parameters_on_meta(), recorder, warnings.catch_warnings():
+        # "copying to a meta parameter is a no-op": known, and noticed by the recorder.
+        warnings.filterwarnings("ignore", message=".*meta parameter", category=UserWarning)
+        model = make_model()
+    if not isinstance(model, nn.Module) or not callable(getattr(model, "init_weights", None)):
+        return model, None
+    made, recorder = recorder, _Recorder()
+    try:
+        with recorder:
+            model.init_weights()  # type: ignore[operator]
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        return model, None  # it reads weights, or wants arguments
+    recipes = {name: made.tail(parameter, recorder) for name, parameter in model.named_parameters()}
+    known = {name: recipe for name, recipe in recipes.items() if recipe is not None}
+    return model, known if len(known) == len(recipes) else None
+
+
+def draw(recipe: Recipe, value: Tensor, *, name: str, seed: int) -> None:
+    """Fill `value` as its recipe says, from random numbers that depend on `seed` and the parameter's name only."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator(value.device).manual_seed(int.from_bytes(digest[:7], "big"))
+    with torch.no_grad():
+        for write in recipe:
+            write(value, generator)
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Have every parameter that is registered in here moved to the meta device; buffers stay as they are."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.device.type != "meta":
+            param = type(param)(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes what is written to tensors on the meta device, by identity; None marks what cannot be done again."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.writes: dict[int, list[Write | None]] = {}
+        self._alive: list[Tensor] = []  # an id is only good while its tensor lives
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        target = args[0] if args else None
+        if isinstance(target, Tensor) and target.is_meta:
+            self._note(func, target, args[1:], kwargs or {})
+        return result
+
+    def tail(self, parameter: nn.Parameter, own: _Recorder) -> Recipe | None:
+        """Return what `own` recorded of a parameter if this record ends with just that; else None."""
+        mine, theirs = self.writes.get(id(parameter), []), own.writes.get(id(parameter), [])
+        if not theirs or mine[-len(theirs) :] != theirs or None in theirs:
+            return None
+        return tuple(write for write in theirs if write is not None)
+
+    def _note(self, func: Any, target: Tensor, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        name, schema = func.overloadpacket.__name__, func._schema  # noqa: SLF001 - torch has no public name for it
+        if not name.endswith("_") and not schema.is_mutable:
+            if any(entry.alias_info is not None for entry in schema.returns):
+                # A view: what is written through it would be missed, so that parameter has no recipe.
+                self.writes.setdefault(id(target), []).append(None)
+                self._alive.append(target)
+            return
+        plain = all(isinstance(argument, int | float | bool) for argument in arguments)
+        keywords = {key: value for key, value in keywords.items() if value is not None}
+        known = name in _RANDOM | _PLAIN and plain and not keywords
+        self.writes.setdefault(id(target), []).append(Write(name, arguments) if known else None)
+        self._alive.append(target)

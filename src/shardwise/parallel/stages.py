@@ -1,0 +1,309 @@
+"""Pipeline stages: every stage runs the user's own forward, with its own layers real and the others skipped."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import JobError, nearest
+from shardwise.parallel.parcel import Structure, pack, receive, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardwise.parallel.stage_plan import StageCut
+
+_RIVAL = 0.25
+"""A second list with this share of the largest one's parameters makes the choice between them the user's."""
+
+
+def find_layers(module: nn.Module, name: str | None = None) -> str:
+    """Return the name of the list of repeated blocks that a pipeline is cut along; `name` is the user's choice."""
+    lists = {path: part for path, part in module.named_modules() if isinstance(part, nn.ModuleList | nn.Sequential)}
+    if name is not None:
+        if name not in lists:
+            raise JobError(
+                f"Job.layers is {name!r}, which is no ModuleList or Sequential of the model", fix=nearest(name, lists)
+            )
+        return name
+    sizes: dict[str, int] = {
+        path: sum(p.numel() for p in part.parameters()) for path, part in lists.items() if _repeats(part)
+    }
+    if not any(sizes.values()):
+        raise JobError(
+            "the model has no list of repeated blocks to cut a pipeline along",
+            fix=f"name one, Job(layers=...): {', '.join(map(repr, lists))}" if lists else "use pp = 1",
+        )
+    largest = max(sizes, key=lambda path: sizes[path])
+    inside = f"{largest}." if largest else ""
+    rivals = [
+        path
+        for path, size in sizes.items()
+        if path != largest and not path.startswith(inside) and size >= _RIVAL * sizes[largest]
+    ]
+    if rivals:
+        raise JobError(
+            f"the model has several lists of blocks a pipeline could be cut along: {', '.join([largest, *rivals])}",
+            fix=f"name one, Job(layers={largest!r}), or use pp = 1",
+        )
+    return largest
+
+
+def count_layers(module: nn.Module, layers: str) -> int:
+    """Return how many layers the list named `layers` has."""
+    return len(module.get_submodule(layers)._modules)  # noqa: SLF001 - children() leaves out those that are there twice
+
+
+def _repeats(part: nn.Module) -> bool:
+    children = list(part.children())
+    return len(children) > 1 and len({type(child) for child in children}) == 1
+
+
+def split_stages(
+    module: nn.Module, cut: StageCut, rank: int, *, layers: str, device: torch.device, dtype: torch.dtype | None = None
+) -> list[Stage]:
+    """Return the stages that `rank` (along pp) runs, in order; takes `module` apart, which may be on the meta device.
+
+    `layers` names the list to cut along, `device` is where the stages will run. Of a stage, `named_parameters()`
+    gives exactly what it owns, under the names of the whole model: its layers; on the first stage also what the model
+    registers before the list, on the last what comes after. Buffers outside the list stay on every stage.
+    `dtype` is what parameters are computed in where that is not what they are held in.
+    """
+    owners = _owners(module, cut, layers)
+    _refuse_shared(module, owners)
+    *others, last = cut.stages_of(rank)
+    copies = [(stage, _copy_structure(module)) for stage in others]
+    return [
+        _make_stage(own, cut, stage, layers=layers, owners=owners, fake=partial(stand_in, device=device, dtype=dtype))
+        for stage, own in [*copies, (last, module)]
+    ]
+
+
+def check_stages(module: nn.Module, cut: StageCut, layers: str) -> None:
+    """Refuse a cut that would put one parameter on two stages; `module` may be on the meta device."""
+    _refuse_shared(module, _owners(module, cut, layers))
+
+
+def _owners(module: nn.Module, cut: StageCut, layers: str) -> dict[str, int]:
+    """Name the stage of every parameter, under every name it has."""
+    keys = list(module.get_submodule(layers)._modules)  # noqa: SLF001 - a Sequential may have names for keys
+    if len(keys) != cut.num_layers:
+        raise JobError(f"{layers or 'the model'} has {len(keys)} layers, the pipeline is cut for {cut.num_layers}")
+    prefix = f"{layers}." if layers else ""
+    stages = {f"{prefix}{key}": cut.stage_of(index) for index, key in enumerate(keys)}
+    owners: dict[str, int] = {}
+    outside = 0
+    for name, _ in module.named_parameters(remove_duplicate=False):
+        layer = prefix + name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
+        if layer in stages:
+            outside = cut.num_stages - 1
+        owners[name] = stages.get(layer, outside)
+    return owners
+
+
+def _refuse_shared(module: nn.Module, owners: dict[str, int]) -> None:
+    first: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        if owners[other] != owners[name]:
+            raise JobError(
+                f"{other} and {name} are one parameter, and the pipeline puts them on stages {owners[other]} and"
+                f" {owners[name]}",
+                fix="untie them (tie_head=False, tie_word_embeddings=False), or use pp = 1",
+            )
+
+
+def _copy_structure(module: nn.Module) -> nn.Module:
+    """Copy modules and buffers but no parameter: a stage keeps only its own, which no other has."""
+    return copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+
+
+def stand_in(tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Return NaN in the shape of `tensor`, in a few bytes: for what lives on another stage.
+
+    The part before the layers runs on every stage, so that masks and positions are there; what it makes of
+    parameters it has not is thrown away, and is NaN, so that nothing can use it unnoticed.
+    """
+    if not tensor.is_floating_point():
+        return torch.zeros((), dtype=tensor.dtype, device=device or tensor.device).expand(tensor.shape)
+    return torch.full((), torch.nan, dtype=dtype or tensor.dtype, device=device or tensor.device).expand(tensor.shape)
+
+
+def _make_stage(
+    module: nn.Module,
+    cut: StageCut,
+    index: int,
+    *,
+    layers: str,
+    owners: dict[str, int],
+    fake: Callable[[Tensor], Tensor],
+) -> Stage:
+    gate = Gate(layers, cut.layers(index))
+    children = module.get_submodule(layers)._modules  # noqa: SLF001
+    for number, (key, layer) in enumerate(children.items()):
+        if number not in cut.layers(index) and layer is not None:
+            children[key] = _stub(layer, gate, number)
+    for path, part in module.named_modules():
+        names = {key: f"{path}.{key}" if path else key for key in part._parameters}  # noqa: SLF001
+        away = [key for key, name in names.items() if name in owners and owners[name] != index]
+        for key in away:
+            # A plain attribute: neither optimizers nor casts, shards or state dicts take it for a parameter.
+            part.__dict__[key] = fake(part._parameters.pop(key))  # noqa: SLF001
+        if away and path:
+            part.register_forward_pre_hook(lambda *_, path=path: gate.refuse_late(path))
+    return Stage(module, gate, index=index, num_stages=cut.num_stages)
+
+
+def _stub(layer: nn.Module, gate: Gate, number: int) -> nn.Module:
+    """Return an empty layer: of the same class, with its plain attributes, since models ask their layers for them."""
+    stub = copy.copy(layer)
+    nn.Module.__init__(stub)
+    stub.forward = lambda *_, **__: gate.skip(number)
+    return stub
+
+
+class _Left(BaseException):
+    """Carries the output of a stage's last layer out of the user's forward; no Exception, which users catch."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+
+class Gate:
+    """Where the layers of a stage meet those of its neighbours, during one forward."""
+
+    def __init__(self, layers: str, own: range) -> None:
+        self.own = own
+        self.layers = layers
+        self.is_open = False
+        self.received: Any = None
+        self._nothing: Any = None
+        self._seen: set[int] = set()
+
+    def open(self, received: tuple[Tensor, ...], structure: Structure) -> None:
+        """Begin a forward with the output of the layer before this stage's first."""
+        self.is_open, self._seen = True, set()
+        self.received = unpack(received, structure)
+        self._nothing = unpack(tuple(stand_in(tensor) for tensor in received), structure)
+
+    def close(self) -> None:
+        """End a forward."""
+        self.is_open, self.received, self._nothing = False, None, None
+
+    @property
+    def has_skipped_all(self) -> bool:
+        """Whether every layer before this stage's own was called, as the first to run must be."""
+        return len(self._seen) == self.own.start
+
+    def skip(self, number: int) -> Any:
+        """Stand for a layer of another stage: return what the last of them did, for those before it NaN."""
+        if number in self._seen or number >= self.own.stop:
+            raise JobError(
+                f"layer {self.layers}.{number} runs twice or out of order in one forward",
+                fix="pipelines need every layer once, in the order of the list; use pp = 1",
+            )
+        self._seen.add(number)
+        return self.received if number == self.own.start - 1 else self._nothing
+
+    def refuse_late(self, path: str) -> None:
+        """Refuse a part of another stage that is used where this stage's layers have begun."""
+        if self.is_open and self.own.start and self.has_skipped_all:
+            raise JobError(
+                f"{path} is registered before {self.layers} and used after it, so it is on the wrong pipeline stage",
+                fix="register it again, behind the layers: parent.name = parent._modules.pop(name)",
+            )
+
+    def leave(self, _: nn.Module, __: Any, output: Any) -> None:
+        """Leave the user's forward after this stage's last layer; a layer run again in backward stays."""
+        if self.is_open:
+            raise _Left(output)
+
+
+class Stage(nn.Module):
+    """One stage of a pipeline; stands in the place of the user's module: same parts, same names.
+
+    Called with the tensors that the stage before sent (none on the first), it runs `program`. Returns the tensors to
+    send on or, on the last stage, what the program returned.
+    """
+
+    program: Callable[[nn.Module], Any]
+    """Runs the user's module on one micro-batch; set before each call."""
+    incoming: Structure | None = None
+    """How the tensors that arrive were arranged in the output of the layer before; set before the first call."""
+    outgoing: Structure | None = None
+    """The same of what was sent last."""
+
+    def __init__(self, module: nn.Module, gate: Gate, *, index: int, num_stages: int) -> None:
+        self.__dict__["_user_module"] = module  # not as a child: its own children are shared instead
+        training = module.training
+        super().__init__()
+        self.training = training
+        self.__dict__ |= {name: module.__dict__[name] for name in ("_modules", "_parameters", "_buffers")}
+        self._gate = gate
+        self.index = index
+        self.num_stages = num_stages
+
+    @property
+    def training(self) -> bool:
+        """The user's module decides."""
+        return self.user_module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.user_module.training = mode
+
+    @property
+    def user_module(self) -> nn.Module:
+        """The user's module, with the layers of other stages skipped."""
+        module: nn.Module = self.__dict__["_user_module"]
+        return module
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage reads the batch alone."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage computes the loss."""
+        return self.index == self.num_stages - 1
+
+    def connect(self) -> None:
+        """Have forward end after this stage's last layer; called once, after all transforms of the layers."""
+        if not self.is_last:
+            layers: Any = self.get_submodule(self._gate.layers)
+            layers[self._gate.own[-1]].register_forward_hook(self._gate.leave)
+
+    def forward(self, *received: Tensor) -> Any:
+        """Run this stage on one micro-batch."""
+        self._gate.open(receive(received), self.incoming)
+        try:
+            result = self.program(self.user_module)
+            self._check_end()
+        except _Left as left:
+            self._check_start()
+            tensors, self.outgoing = pack(left.output, f"{self._gate.layers}.{self._gate.own[-1]}")
+            return tensors
+        finally:
+            self._gate.close()
+        return result
+
+    def _check_start(self) -> None:
+        if not self._gate.has_skipped_all:
+            raise JobError(
+                f"layer {self._gate.layers}.{self._gate.own[-1]} ran before all layers in front of it",
+                fix="pipelines need every layer once, in the order of the list; use pp = 1",
+            )
+
+    def _check_end(self) -> None:
+        if not self.is_last:
+            raise JobError(
+                f"the forward pass ended without layer {self._gate.layers}.{self._gate.own[-1]}",
+                fix="pipelines need every layer in every forward; use pp = 1",
+            )
+        self._check_start()

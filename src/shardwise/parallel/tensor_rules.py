@@ -1,0 +1,275 @@
+"""Rules of tensor parallelism: which modules are cut, in which style, and which degrees fit; pure decisions."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from shardwise.errors import JobError, PlanError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+STYLES = {
+    "column": "outputs are cut over ranks; a row module follows",
+    "column_gathered": "outputs are cut over ranks and made whole again; for heads",
+    "row": "inputs are cut over ranks by a column module, outputs are summed",
+    "row_split": "whole inputs are cut over ranks, outputs are summed",
+    "vocab": "an embedding cut over its vocabulary",
+    "sequence": "a norm of a repeated block that feeds column modules; the stream it reads may be cut by tokens",
+    "summed": "whole parameters used between column and row, so that each rank sees its own heads alone",
+}
+"""Style -> what it does. Modules without a rule are whole on every rank."""
+
+_LINEAR = frozenset({"column", "column_gathered", "row", "row_split"})
+
+_FROM_TRANSFORMERS = {
+    "colwise": "column",
+    "colwise_rep": "column_gathered",
+    "colwise_gather_output": "column_gathered",
+    "rowwise": "row",
+    "rowwise_rep": "row_split",
+    "rowwise_split_input": "row_split",
+    "embedding_rowwise": "vocab",
+    "replicated_with_grad_allreduce": "summed",
+}
+
+_HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_heads", "kv_heads", "n_head", "n_heads")
+
+_EXAMPLE = 'give Job(tensor_rules={"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"})'
+
+
+def find_rules(module: nn.Module, given: Mapping[str, str] | None) -> Mapping[str, str]:
+    """Return name pattern -> style for `module`: the job's rules, the model's own, or transformers' plan.
+
+    In a pattern `*` stands for one part of a dotted name. Every rule fits the module, or is refused by name.
+    """
+    rules = _own_rules(module) if given is None else dict(given)
+    if not rules:
+        raise PlanError(f"{type(module).__name__} has no rules for tensor parallelism", fix=f"{_EXAMPLE}, or use tp 1")
+    names = [name for name, _ in module.named_modules()]
+    for pattern, style in rules.items():
+        if style not in STYLES:
+            raise JobError(f"tensor rule {pattern!r} has style {style!r}", fix=nearest(str(style), STYLES))
+        if not any(matches(pattern, name) for name in names):
+            raise JobError(f"tensor rule {pattern!r} matches no module", fix=nearest(pattern, map(_general, names)))
+    for name, style in styles_by_name(module, rules).items():
+        _check_kind(name, module.get_submodule(name), style)
+    return rules
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a dotted name fits a pattern, in which `*` stands for one part."""
+    parts, names = pattern.split("."), name.split(".")
+    return len(parts) == len(names) and all(part in {"*", own} for part, own in zip(parts, names, strict=True))
+
+
+def styles_by_name(module: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
+    """Return name -> style of every module that a rule names; two styles for one module are refused."""
+    styles: dict[str, str] = {}
+    for name, _ in module.named_modules():
+        found = {style: pattern for pattern, style in rules.items() if matches(pattern, name)}
+        if len(found) > 1:
+            raise JobError(f"{name} is named by tensor rules {' and '.join(found.values())}", fix="keep one of them")
+        if found:
+            (styles[name],) = found
+    return styles
+
+
+def block_patterns(rules: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the patterns of the repeated blocks whose stream sequence parallelism cuts."""
+    norms = [pattern for pattern, style in rules.items() if style == "sequence" and "*" in pattern]
+    return tuple(dict.fromkeys(pattern.partition("*")[0] + "*" for pattern in norms))
+
+
+def within(patterns: Iterable[str], name: str) -> bool:
+    """Whether a dotted name is a module that a pattern fits, or lies inside one."""
+    parts = name.split(".")
+    return any(matches(pattern, ".".join(parts[: pattern.count(".") + 1])) for pattern in patterns)
+
+
+def cut_dimension(module: nn.Module, style: str | None, kind: str) -> int | None:
+    """Return the dimension along which a rule cuts parameter `kind` of a module; None leaves it whole."""
+    if style == "vocab":
+        return 0
+    if style in {"column", "column_gathered"}:
+        return 1 if kind == "weight" and is_transposed(module) else 0
+    if style in {"row", "row_split"} and kind == "weight":
+        return 0 if is_transposed(module) else 1
+    return None
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D, a linear module whose weight is [inputs, outputs]."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def check_tensor(module: nn.Module, degree: int, rules: Mapping[str, str], *, sequence: bool = False) -> None:
+    """Refuse a degree that does not divide what the rules cut, naming the nearest ones that do; starts nothing."""
+    styles = styles_by_name(module, rules)
+    counts = dict(_counts(module, styles))
+    for words, count in counts.items():
+        if count % degree:
+            raise PlanError(f"tp={degree} does not divide {words}", fix=_valid_degrees(degree, counts.values()))
+    _check_ties(module, styles)
+    if sequence:
+        _check_sequence(module, rules, styles)
+
+
+def _own_rules(module: nn.Module) -> dict[str, str]:
+    """Collect the rules of the outermost submodules that declare any."""
+    rules: dict[str, str] = {}
+    taken: list[str] = []
+    for name, child in module.named_modules():
+        if any(name.startswith(f"{above}.") or above == "" for above in taken):
+            continue
+        own = _declared(child)
+        if own:
+            taken.append(name)
+            rules.update({f"{name}.{pattern}" if name else pattern: style for pattern, style in own.items()})
+    return rules
+
+
+def _declared(module: nn.Module) -> dict[str, str]:
+    declare = getattr(module, "tensor_rules", None)
+    if callable(declare):
+        return dict(declare())
+    plan = getattr(module, "_tp_plan", None) or getattr(getattr(module, "config", None), "base_model_tp_plan", None)
+    return _translate(module, plan) if isinstance(plan, dict) and plan else {}
+
+
+def _translate(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Return transformers' plan in our words; entries for variants that this model is not are left out."""
+    names = [name for name, _ in module.named_modules()] + [name for name, _ in module.named_parameters()]
+    rules: dict[str, str] = {}
+    for pattern, style in plan.items():
+        if not any(matches(pattern, name) for name in names):
+            continue
+        if style not in _FROM_TRANSFORMERS:
+            raise PlanError(
+                f"{type(module).__name__} asks for tensor style {style!r} at {pattern}, which is not supported",
+                fix="give Job(tensor_rules=...) that leaves it out, or use tp 1",
+            )
+        rules[pattern] = _FROM_TRANSFORMERS[style]
+    rules = _with_embeddings(module, rules)
+    return rules | _stream_norms(module, rules)
+
+
+def _with_embeddings(module: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
+    """Cut an embedding together with the head it is tied to; leave both whole where it cannot be cut."""
+    embeddings = {name: child for name, child in module.named_modules() if isinstance(child, nn.Embedding)}
+    whole = {id(child.weight) for child in embeddings.values() if not _can_cut_vocabulary(child)}
+    kept, tied = dict(rules), set()
+    for name, style in styles_by_name(module, rules).items():
+        weight = id(getattr(module.get_submodule(name), "weight", None))
+        if weight in whole:
+            kept = {pattern: own for pattern, own in kept.items() if not matches(pattern, name)}
+        elif style == "column_gathered":
+            tied.add(weight)
+    return kept | {name: "vocab" for name, child in embeddings.items() if id(child.weight) in tied}
+
+
+def _can_cut_vocabulary(module: nn.Module) -> bool:
+    """Whether it is a plain Embedding: a subclass may compute anything, the two options look at all rows."""
+    return type(module).forward is nn.Embedding.forward and not (module.max_norm or module.scale_grad_by_freq)
+
+
+def _stream_norms(module: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
+    """Name the norms of pre-norm blocks (Llama's names), if they are all that the plan leaves out of a block."""
+    blocks = {pattern.partition("*")[0] + "*" for pattern in rules if "*" in pattern}
+    found: dict[str, str] = {}
+    for block in blocks:
+        left = {_general(name).removeprefix(f"{block}.") for name in _without_rule(module, rules, [block])}
+        if left and left <= {"input_layernorm", "post_attention_layernorm"}:
+            found.update({f"{block}.{norm}": "sequence" for norm in sorted(left)})
+    return found
+
+
+def _without_rule(module: nn.Module, rules: Mapping[str, str], blocks: Iterable[str]) -> list[str]:
+    """Names of modules inside blocks that own parameters and that no rule covers."""
+    covered = [pattern for pattern, style in rules.items() if style in {"sequence", "summed"}]
+    return [
+        name
+        for name, child in module.named_modules()
+        if next(child.parameters(recurse=False), None) is not None
+        and within(blocks, name)
+        and not within(covered, name)
+        and not any(matches(pattern, name) for pattern in rules)
+    ]
+
+
+def _general(name: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def _check_kind(name: str, module: nn.Module, style: str) -> None:
+    """Refuse a style on a module whose arithmetic it does not know."""
+    kind = type(module)
+    if style in _LINEAR and kind.forward is not nn.Linear.forward and not is_transposed(module):
+        raise JobError(f"tensor rule {style!r} names {name}, a {kind.__name__}", fix="name plain Linear modules only")
+    if style == "vocab" and not _can_cut_vocabulary(module):
+        raise JobError(
+            f"tensor rule 'vocab' names {name}, which is not a plain Embedding without max_norm and scale_grad_by_freq",
+            fix="leave it out of the tensor rules",
+        )
+
+
+def _counts(module: nn.Module, styles: Mapping[str, str]) -> Iterator[tuple[str, int]]:
+    """What a degree must divide, in words and as a number; heads first, for they say more than widths."""
+    for name, style in styles.items():
+        if style == "column" and "att" in name.lower():
+            yield from _heads(module, name)
+    for name, style in styles.items():
+        # A head or a vocabulary may be cut unevenly: GPT-2's 50,257 tokens divide by nothing useful.
+        if style in {"column", "row", "row_split"}:
+            child: Any = module.get_submodule(name)
+            size = int(child.weight.shape[cut_dimension(child, style, "weight") or 0])
+            yield f"the {size} {'outputs' if style == 'column' else 'inputs'} of {name}", size
+
+
+def _heads(module: nn.Module, name: str) -> Iterator[tuple[str, int]]:
+    parent = module.get_submodule(name.rpartition(".")[0])
+    config = getattr(parent, "config", None) or getattr(module, "config", None)
+    for holder in (config, parent):
+        for attribute in _HEADS:
+            count = getattr(holder, attribute, None)
+            if isinstance(count, int) and not isinstance(count, bool):
+                kind = "key and value heads" if "kv" in attribute or "key" in attribute else "heads"
+                yield f"the {count} {kind} of {_general(name)}", count
+
+
+def _valid_degrees(degree: int, counts: Iterable[int]) -> str:
+    largest = math.gcd(*counts)
+    valid = [number for number in range(1, largest + 1) if largest % number == 0]
+    near = sorted(sorted(valid, key=lambda number: abs(number - degree))[:4])
+    return f"use tp {', '.join(map(str, near[:-1]))} or {near[-1]}" if len(near) > 1 else f"use tp {near[0]}"
+
+
+def _check_ties(module: nn.Module, styles: Mapping[str, str]) -> None:
+    """Refuse rules that would cut one shared parameter in two ways."""
+    seen: dict[int, tuple[str, int | None]] = {}
+    for name, child in module.named_modules():
+        for kind, parameter in child.named_parameters(recurse=False):
+            cut = cut_dimension(child, styles.get(name), kind)
+            first, before = seen.setdefault(id(parameter), (f"{name}.{kind}", cut))
+            if cut != before:
+                raise JobError(
+                    f"{first} is also {name}.{kind}, and the tensor rules cut the two differently",
+                    fix='cut both over the vocabulary ("vocab" and "column_gathered"), or neither',
+                )
+
+
+def _check_sequence(module: nn.Module, rules: Mapping[str, str], styles: Mapping[str, str]) -> None:
+    """Refuse sequence parallelism where the rules do not say all about a block."""
+    fix = "set sequence_parallel = false, or complete Job(tensor_rules=...)"
+    blocks = block_patterns(rules)
+    outside = [name for name, style in styles.items() if style == "sequence" and not within(blocks, name)]
+    if not blocks or outside:
+        where = f"{outside[0]}, which is in no repeated block" if outside else "no norm of a repeated block"
+        raise PlanError(f"sequence parallelism: the tensor rules say 'sequence' of {where}", fix=fix)
+    left = _without_rule(module, rules, blocks)
+    if left:
+        raise PlanError(f"sequence parallelism: no tensor rule says how {left[0]} runs", fix=fix)

@@ -1,0 +1,152 @@
+"""Where the values of weights come from, one whole parameter at a time: a file, a recipe, or rank 0's own model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from shardwise.errors import JobError
+from shardwise.hardware import available_memory
+from shardwise.parallel.skeleton import draw
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+
+    from shardwise.parallel.skeleton import Recipe
+
+
+class Weights(Protocol):
+    """Gives the whole value of one parameter or buffer after another."""
+
+    words: str
+    """How the values come to be, for the start report."""
+
+    def value(self, name: str, like: Tensor, device: torch.device, *, wanted: bool) -> Tensor | None:
+        """Return the value on `device`, None where it is not wanted; called on every rank in the same order."""
+
+
+class DrawnWeights:
+    """Each value is drawn by its recipe, from the job's seed and the parameter's name: no rank needs another."""
+
+    words = "drawn by parameter name, piece by piece"
+
+    def __init__(self, recipes: Mapping[str, Recipe], seed: int) -> None:
+        self._recipes = recipes
+        self._seed = seed
+
+    def value(self, name: str, like: Tensor, device: torch.device, *, wanted: bool) -> Tensor | None:
+        """Draw the value; no communication."""
+        if not wanted:
+            return None
+        # Always in fp32: every dtype then starts from the same values, up to its rounding.
+        value = torch.empty(like.shape, dtype=torch.float32, device=device)
+        draw(self._recipes[name], value, name=name, seed=self._seed)
+        return value.to(like.dtype)
+
+
+class StreamedWeights:
+    """Rank 0 builds the model once on its host and hands out one tensor after another."""
+
+    def __init__(self, make_values: Callable[[], dict[str, Tensor]], *, num_bytes: int, rank: int, size: int) -> None:
+        """`make_values` is called on rank 0 only; `num_bytes` is what that takes."""
+        if rank == 0 and num_bytes > available_memory():
+            raise JobError(
+                f"building the model takes {num_bytes / 1e9:.1f} GB of host memory,"
+                f" {available_memory() / 1e9:.1f} GB are free",
+                fix="start from a file (Job.weights=), or give the model an init_weights() that sets every parameter",
+            )
+        self.words = f"built on rank 0's host ({num_bytes / 1e9:.2g} GB) and handed out"
+        self._values = make_values() if rank == 0 else {}
+        self._size = size
+
+    def value(self, name: str, like: Tensor, device: torch.device, *, wanted: bool) -> Tensor | None:
+        """Communicate over the world: rank 0's value on every rank."""
+        source = self._values.get(name)
+        if source is None:
+            value = torch.empty(like.shape, dtype=like.dtype, device=device)
+        else:
+            value = source.detach().to(device, like.dtype)
+        if self._size > 1:
+            dist.broadcast(value, src=0)
+        return value if wanted else None
+
+
+class FileWeights:
+    """Every rank reads what it wants out of files that are mapped into memory, not loaded."""
+
+    def __init__(self, values: Mapping[str, Tensor], saved_as: Mapping[str, str], path: Path) -> None:
+        """`saved_as` gives each tensor's name in the file."""
+        self.words = f"read from {path}"
+        self._values = values
+        self._saved_as = saved_as
+        self._path = path
+
+    def value(self, name: str, like: Tensor, device: torch.device, *, wanted: bool) -> Tensor | None:
+        """Read the value; no communication."""
+        if not wanted:
+            return None
+        value = self._values[self._saved_as[name]]
+        if value.shape != like.shape:
+            shapes = f"{name} is {list(value.shape)}, the model's {list(like.shape)}"
+            raise JobError(
+                f"Job.weights {self._path} does not load ({shapes})",
+                fix="name the state dict of this model",
+            )
+        return value.to(device, like.dtype)
+
+
+def fill_parameters(
+    module: nn.Module, specs: Iterable[tuple[str, Tensor]], weights: Weights, device: torch.device
+) -> None:
+    """Give real values to the parameters on the meta device among `specs`; may communicate, on every rank.
+
+    `specs` are (name, whole tensor on meta), the same on every rank; a rank passes over what its module lacks. Tied
+    parameters stay tied.
+    """
+    own = dict(module.named_parameters())
+    holders = _holders(module)
+    for name, spec in specs:
+        parameter = own.get(name)
+        wanted = parameter is not None and parameter.is_meta
+        value = weights.value(name, spec, device, wanted=wanted)
+        if parameter is None or value is None:
+            continue
+        if isinstance(parameter, DTensor):
+            value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        filled = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        for holder, attribute in holders[id(parameter)]:
+            holder._parameters[attribute] = filled  # noqa: SLF001 - setattr would run the user's own hooks
+
+
+def fill_buffers(
+    module: nn.Module, specs: Iterable[tuple[str, Tensor]], weights: Weights, device: torch.device
+) -> None:
+    """Give every buffer among `specs` the value that `weights` has for it; may communicate, on every rank."""
+    own = dict(module.named_buffers())
+    for name, spec in specs:
+        value = weights.value(name, spec, device, wanted=name in own)
+        if value is not None:
+            own[name].copy_(value)
+
+
+def share_values(module: nn.Module, device: torch.device) -> None:
+    """Give every rank rank 0's parameters and buffers, in place; communicates over the world."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        value = tensor.detach().to(device)
+        dist.broadcast(value, src=0)
+        if value.data_ptr() != tensor.data_ptr():
+            tensor.data.copy_(value)
+
+
+def _holders(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
+    for part in module.modules():
+        for attribute, parameter in part._parameters.items():  # noqa: SLF001 - tied ones appear once per holder
+            if parameter is not None:
+                holders.setdefault(id(parameter), []).append((part, attribute))
+    return holders

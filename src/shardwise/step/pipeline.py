@@ -1,0 +1,193 @@
+"""The pipeline step: micro-batches pass through stages on several ranks, forward and back, then the update."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardwise.data.rows import cut_output, cut_rows, tensors
+from shardwise.errors import JobError, ShardwiseError
+from shardwise.parallel.batch_norm import batch_norms
+from shardwise.step.relay import Relay
+from shardwise.step.step import StepReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    import torch.distributed as dist
+    from torch import Tensor
+
+    from shardwise.data.feed import MicroBatch, StepBatch
+    from shardwise.job import Job
+    from shardwise.job.loss import Metric
+    from shardwise.parallel.place import Place
+    from shardwise.parallel.stage_plan import StageCut
+    from shardwise.parallel.stages import Stage
+    from shardwise.plan import Plan
+    from shardwise.step.pipeline_schedule import Schedule
+    from shardwise.step.relay import Ports
+    from shardwise.step.step import StepParts
+
+    Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
+class PipelineStep:
+    """One optimizer step of a model whose layers are cut into stages; the plan's accumulation fills the pipeline."""
+
+    def __init__(
+        self, job: Job, stages: Sequence[Stage], parts: StepParts, *, cut: StageCut, plan: Plan, place: Place
+    ) -> None:
+        """`stages` are this rank's, under all their transforms."""
+        self.model: nn.Module = nn.ModuleList(stages)
+        self.optimizer = parts.optimizer
+        self.feed = parts.feed
+        self.length = parts.length
+        self.origin = parts.origin
+        self.number = 0
+        self.base_rates = [group["lr"] for group in parts.optimizer.param_groups]
+        self._job = job
+        self._stages = stages
+        self._plan = plan
+        self._device = place.device
+        self._group: dist.ProcessGroup = place.axis("pp").get_group()  # type: ignore[union-attr]
+        self._relay = Relay(stages, cut, self._group, place.device)
+        self._autocast = parts.autocast
+        self._sync = parts.sync
+        self._update = parts.update
+        self._after_first_backward = parts.after_first_backward
+        self._before_update = parts.before_update
+        self._batch_norms = batch_norms(self.model)
+        self._parameters = list(self.model.parameters())
+        self._ports: dict[Shape, dict[int, Ports]] = {}
+        self._shape: Shape | None = None
+        self._schedule: Schedule | None = None
+        self._weight = torch.ones((), device=place.device)
+        self._sums: list[Tensor] = []
+        for stage in stages:
+            stage.connect()
+
+    def __call__(self, batch: StepBatch) -> StepReport:
+        """Train on one global batch; communicates over the pp group and through the gradient sync, on every rank."""
+        self._set_rate(self.number)
+        schedule = self._schedule_for(batch.micro_batches)
+        # In fp64 whatever the loss is in: the sum over all real rows divided by the one denominator of the global
+        # batch is the mean one process would compute.
+        weight = torch.full((), self._sync.gain / max(1, batch.denominator), dtype=torch.float64, device=self._device)
+        self._weight = self._update.scale(weight)
+        self._sums = []
+        _with_own_errors(schedule, lambda index: partial(self._loss_sum, batch.micro_batches[index]))
+        if self._after_first_backward is not None:
+            self._after_first_backward()
+            self._after_first_backward = None
+        self._sync.finish()
+        if self._before_update is not None:
+            self._before_update()
+        update = self._update(self.optimizer)
+        for parameter in self._parameters:
+            parameter.grad = None
+        total = torch.stack(self._sums).sum() if self._sums else torch.zeros((), device=self._device)
+        number, self.number = self.number, self.number + 1
+        rate = self.optimizer.param_groups[0]["lr"]
+        return StepReport(number, batch.cursor, total, batch.samples, batch.denominator, rate, *update)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield what this rank holds of the model, under the names of the user's own module."""
+        for stage in self._stages:
+            yield from stage.named_parameters()
+
+    def measure(self, micro_batch: MicroBatch, measures: Mapping[str, Metric]) -> dict[str, float]:
+        """Return sum and count of each measure over the real rows, without training; communicates over the pp group.
+
+        Ranks that do not hold the last stage return {}.
+        """
+        found: dict[str, float] = {}
+
+        def program(module: nn.Module) -> None:
+            with self._autocast():
+                output, batch = self._forward(module, micro_batch)
+                for name, measure in measures.items() if micro_batch.rows else ():
+                    found[name] = float(measure.sum(output, batch))
+                    found[f"{name}/count"] = measure.count_of(batch, micro_batch.rows)
+
+        self._relay.run(program)
+        return found
+
+    def _schedule_for(self, micro_batches: list[MicroBatch]) -> Schedule:
+        """Return the schedule for batches of this shape; for a new one, communicates over the pp group."""
+        shape = _shape_of(micro_batches)
+        if self._schedule is not None and shape == self._shape:
+            return self._schedule
+        if shape not in self._ports:
+            if self._ports and self._plan.zero >= 2:
+                # Finding the shape of what travels runs a forward, which on shards all readers must do together.
+                raise JobError(
+                    "batches of this step have another shape than those before, and the pipeline's stages are sharded",
+                    fix="collate to one length, or use replicate instead of shard",
+                )
+            self._ports[shape] = self._relay.probe(partial(self._probe, micro_batches[0]))
+        # Imported here: torch's schedules bring dynamo along, 1.5 s that jobs without pipeline need not wait.
+        from shardwise.step.pipeline_schedule import Schedule
+
+        self._shape = shape
+        self._schedule = Schedule(
+            self._plan.pipeline.schedule,
+            self._stages,
+            self._ports[shape],
+            num_micro_batches=len(micro_batches),
+            loss=lambda loss: loss * self._weight,
+            group=self._group,
+            device=self._device,
+        )
+        return self._schedule
+
+    def _probe(self, micro_batch: MicroBatch, module: nn.Module) -> Tensor:
+        with self._autocast():
+            output, batch = self._forward(module, micro_batch)
+            loss: Tensor = self._job.loss.sum(output, batch)
+        return loss
+
+    def _loss_sum(self, micro_batch: MicroBatch, module: nn.Module) -> Tensor:
+        """Return the loss of one micro-batch, summed over its real rows; only the last stage gets that far."""
+        loss = self._probe(micro_batch, module)
+        if not micro_batch.rows:
+            loss = loss * 0  # a spare row took part so that every stage has its turn; it counts for nothing
+        self._sums.append(loss.detach())
+        return loss
+
+    def _forward(self, module: nn.Module, micro_batch: MicroBatch) -> tuple[Any, Any]:
+        """Return the model's output and the batch, both without filler rows."""
+        batch, rows, filled = micro_batch.batch, micro_batch.rows, micro_batch.filled
+        for norm in self._batch_norms:
+            norm.rows = None if rows == filled else (rows, filled)
+        output = self._job.forward(module, batch)
+        if rows < filled and self._job.loss.by_row:
+            output, batch = cut_output(output, rows, filled), cut_rows(batch, rows, filled)
+        return output, batch
+
+    def _set_rate(self, number: int) -> None:
+        factor = self._job.schedule(number, self.length.num_steps)
+        for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
+            group["lr"] = base * factor
+
+
+def _shape_of(micro_batches: list[MicroBatch]) -> Shape:
+    shapes = {tuple((tuple(part.shape), part.dtype) for part in tensors(micro.batch)) for micro in micro_batches}
+    if len(shapes) > 1:
+        raise JobError(
+            "micro-batches of one step differ in shape, which a pipeline cannot pass on",
+            fix="collate to one length, and use a batch_size that divides the dataset",
+        )
+    return shapes.pop()
+
+
+def _with_own_errors(schedule: Schedule, program: Callable[[int], Callable[[nn.Module], Any]]) -> None:
+    """Run a schedule; torch wraps what a stage raises into an error of its own, which hides ours."""
+    try:
+        schedule(program)
+    except RuntimeError as error:
+        if isinstance(error.__cause__, ShardwiseError):
+            raise error.__cause__ from None
+        raise

@@ -1,0 +1,84 @@
+"""Torch's pipeline schedules, given stages that pick their micro-batches themselves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.pipelining import PipelineStage, schedules
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch.distributed as dist
+    from torch import Tensor, nn
+
+    from shardwise.parallel.stages import Stage
+    from shardwise.step.relay import Ports
+
+_SINGLE: dict[str, Any] = {"gpipe": schedules.ScheduleGPipe, "1f1b": schedules.Schedule1F1B}
+_SEVERAL: dict[str, Any] = {
+    "looped_bfs": schedules.ScheduleLoopedBFS,
+    "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": schedules.ScheduleInterleavedZeroBubble,
+    "zbv": schedules.ScheduleZBVZeroBubble,
+    "dualpipev": schedules.ScheduleDualPipeV,
+}
+
+
+class Schedule:
+    """One of torch's schedules over this rank's stages, for micro-batches of one shape."""
+
+    def __init__(
+        self,
+        name: str,
+        stages: Sequence[Stage],
+        ports: Mapping[int, Ports],
+        *,
+        num_micro_batches: int,
+        loss: Callable[[Tensor], Tensor],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        """`loss` turns the last stage's output into what is back-propagated; `group` joins the ranks along pp."""
+        placed = [_PlacedStage(stage, ports[stage.index], group, device) for stage in stages]
+        options: dict[str, Any] = {
+            "n_microbatches": num_micro_batches,
+            "loss_fn": lambda output, _: loss(output),
+            "scale_grads": False,
+        }
+        single = name in _SINGLE
+        self._schedule = _SINGLE[name](placed[0], **options) if single else _SEVERAL[name](placed, **options)
+        self._placed = placed
+        self._targets = torch.zeros(num_micro_batches)  # torch wants one per micro-batch; the program has the real one
+
+    def __call__(self, program: Callable[[int], Callable[[nn.Module], Any]]) -> None:
+        """Run forward and backward of every micro-batch; communicates over the pp group.
+
+        `program(i)` is what stages run for micro-batch i.
+        """
+        for stage in self._placed:
+            stage.choose = program
+        self._schedule.step(target=self._targets, return_outputs=False)
+
+
+class _PlacedStage(PipelineStage):
+    """Tells our stage which micro-batch comes next: torch would have us cut batches into tensors."""
+
+    choose: Callable[[int], Callable[[nn.Module], Any]]
+
+    def __init__(self, stage: Stage, ports: Ports, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(
+            stage, stage.index, stage.num_stages, device, input_args=ports[0], output_args=ports[1], group=group
+        )
+        self._stage = stage
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run one micro-batch."""
+        self._stage.program = self.choose(fwd_chunk_id)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Leave out neighbours on this rank: torch 2.11 has V-shaped schedules greet themselves, which gloo refuses."""
+        greetings: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+        return [greeting for greeting in greetings if greeting.group_peer != self.group_rank]

@@ -1,0 +1,186 @@
+"""Models taken apart into pipeline stages."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.errors import JobError
+from shardwise.models import decoder
+from shardwise.models.sizes import DecoderConfig
+from shardwise.parallel.parcel import pack
+from shardwise.parallel.stage_plan import StageCut
+from shardwise.parallel.stages import find_layers, split_stages
+
+CPU = torch.device("cpu")
+TWO = StageCut(bounds=(0, 2, 4), ranks=(0, 1))
+
+
+def small_decoder(**changes):
+    config = {"family": "llama", "vocab_size": 11, "context": 8, "width": 8, "num_layers": 4, "num_heads": 2}
+    return decoder(DecoderConfig(**(config | changes)))
+
+
+def halves(module, layers="blocks", cut=TWO):
+    return [split_stages(copy.deepcopy(module), cut, rank, layers=layers, device=CPU)[0] for rank in (0, 1)]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class Twins(nn.Module):
+    def __init__(self, first=2, second=2):
+        super().__init__()
+        self.encoder = nn.ModuleList(Block() for _ in range(first))
+        self.decoder = nn.ModuleList(Block() for _ in range(second))
+
+
+def test_layers_are_the_repeated_blocks_with_most_parameters():
+    assert find_layers(small_decoder()) == "blocks"
+    assert find_layers(Twins(8, 1)) == "encoder"
+    assert find_layers(nn.Sequential(Block(), Block())) == ""
+
+
+def test_two_lists_of_like_size_are_refused_by_both_names():
+    with pytest.raises(JobError, match=r"encoder, decoder.*Job\(layers='encoder'\)"):
+        find_layers(Twins())
+
+
+def test_layers_named_by_the_job_are_taken():
+    assert find_layers(Twins(), "decoder") == "decoder"
+
+
+def test_layers_the_model_has_not_are_refused_with_the_nearest():
+    with pytest.raises(JobError, match=r"encodr.*did you mean 'encoder'"):
+        find_layers(Twins(), "encodr")
+
+
+def test_model_without_repeated_blocks_is_refused():
+    with pytest.raises(JobError, match="no list of repeated blocks"):
+        find_layers(nn.Linear(2, 2))
+
+
+def test_stages_own_every_parameter_once_under_its_own_name():
+    model = small_decoder(family="gpt2")
+    first, last = ({name for name, _ in stage.named_parameters()} for stage in halves(model))
+    assert first | last == {name for name, _ in model.named_parameters()}
+    assert not first & last
+    assert {"embed.weight", "positions.weight", "blocks.1.attn.out.weight"} <= first
+    assert {"blocks.2.attn.out.weight", "norm.weight", "head.weight"} <= last
+
+
+def test_several_stages_of_a_rank_share_nothing():
+    cut = StageCut(bounds=(0, 1, 2, 3, 4), ranks=(0, 1, 0, 1))
+    stages = split_stages(small_decoder(), cut, 1, layers="blocks", device=CPU)
+    assert [stage.index for stage in stages] == [1, 3]
+    names = [[name for name, _ in stage.named_parameters()] for stage in stages]
+    assert all(name.startswith("blocks.1.") for name in names[0])
+    assert not set(names[0]) & set(names[1])
+
+
+def test_meta_model_stays_there_and_what_is_elsewhere_takes_no_memory():
+    with torch.device("meta"):
+        model = small_decoder(vocab_size=1_000_000, width=1024)
+    last = split_stages(model, TWO, 1, layers="blocks", device=CPU)[0]
+    assert all(parameter.is_meta for parameter in last.parameters())
+    elsewhere = last.user_module.embed.weight
+    assert elsewhere.shape == (1_000_000, 1024)
+    assert elsewhere.untyped_storage().nbytes() == 4
+    assert elsewhere.isnan()[0, 0]
+
+
+def test_stub_is_still_of_its_class_with_its_plain_attributes():
+    class Numbered(Block):
+        def __init__(self, number):
+            super().__init__()
+            self.number = number
+
+    model = nn.Sequential(*(Numbered(i) for i in range(4)))
+    last = halves(model, layers="")[1]
+    stub = last.user_module[1]
+    assert isinstance(stub, Numbered)
+    assert stub.number == 1
+    assert not list(stub.parameters())
+
+
+def test_training_mode_of_a_stage_is_that_of_the_users_module():
+    first, _ = halves(small_decoder().eval())
+    assert not first.training
+    first.train()
+    assert first.user_module.training
+    assert first.user_module.blocks[0].training
+
+
+def test_tied_embedding_and_head_are_refused_by_both_names():
+    with pytest.raises(JobError, match=r"embed\.weight and head\.weight are one parameter.*untie.*pp = 1"):
+        halves(small_decoder(tie_head=True))
+
+
+def test_stages_in_a_row_compute_what_the_whole_does():
+    torch.manual_seed(0)
+    model, tokens = small_decoder(), torch.randint(0, 11, (2, 5))
+    first, last = halves(model)
+    first.connect()
+    first.program = last.program = lambda module: module(tokens)
+    sent = first()
+    last.incoming = first.outgoing
+    torch.testing.assert_close(last(*sent), model(tokens))
+
+
+class Unusual(nn.Module):
+    """Runs its layers in a way of its own."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.order = order
+
+    def forward(self, x):
+        for number in self.order:
+            x = self.layers[number](x)
+        return x
+
+
+@pytest.mark.parametrize(("order", "words"), [([0, 1, 0, 1, 2, 3], "twice"), ([1, 2, 3], "before all layers")])
+def test_layers_out_of_order_are_refused(order, words):
+    _, last = halves(Unusual(order), layers="layers")
+    received, last.incoming = pack(torch.ones(4), "layers.1")
+    last.program = lambda module: module(torch.ones(4))
+    with pytest.raises(JobError, match=words):
+        last(*received)
+
+
+def test_forward_that_misses_its_last_layer_is_refused():
+    first, _ = halves(Unusual([0]), layers="layers")
+    first.connect()
+    first.program = lambda module: module(torch.ones(4))
+    with pytest.raises(JobError, match=r"ended without layer layers\.1"):
+        first()
+
+
+def test_part_registered_before_the_layers_and_used_after_is_refused_by_name():
+    class Early(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.final = nn.Linear(4, 4)
+            self.layers = nn.ModuleList(Block() for _ in range(4))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return self.final(x)
+
+    first, last = halves(Early(), layers="layers")
+    first.connect()
+    first.program = last.program = lambda module: module(torch.ones(4))
+    sent = first()
+    last.incoming = first.outgoing
+    with pytest.raises(JobError, match="final is registered before layers and used after it"):
+        last(*sent)

@@ -1,0 +1,81 @@
+"""Pipelines times other axes, built from a job: losses, norms, weights and evaluation of one process, in fp64."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import shardwise as sw
+import shardwise.step.pipeline_schedule  # 1 s, once, before ranks are forked
+from shardwise.models import decoder
+from shardwise.models.sizes import DecoderConfig
+from shardwise.plan import Plan
+from shardwise.plan.plan import Pipeline, Precision
+from shardwise.testing import run_ranks
+from shardwise.train.build import build_step
+from shardwise.train.evaluate import evaluate
+
+VOCAB = 13
+DOUBLE = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp64")
+
+
+def sequences(_):
+    tokens = torch.randint(0, VOCAB, (20, 7), generator=torch.Generator().manual_seed(3))
+    return TensorDataset(tokens[:, :-1], tokens[:, 1:])
+
+
+def loss_sum(output, batch):
+    return functional.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="sum")
+
+
+CONFIG = DecoderConfig(family="llama", vocab_size=VOCAB, context=8, width=8, num_heads=2, mlp_width=12, num_layers=4)
+JOB = sw.Job(
+    model=lambda: decoder(CONFIG),
+    data=sequences,
+    loss=sw.Loss(sum=loss_sum, count=lambda batch: batch[1].numel()),
+    optimizer=sw.adamw(lr=1e-2),
+    batch_size=8,  # of 20 samples: the third step is half filler
+    epochs=1,
+    clip_norm=0.5,
+)
+
+
+def trained(world, plan):
+    step = build_step(JOB, plan, world)
+    reports = [step(batch) for batch in step.feed]
+    return {
+        "losses": [report.loss_share.item() for report in reports] if plan.layout.tells_loss(world.rank) else None,
+        "norms": [report.grad_norm.item() for report in reports],
+        "weights": {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in step.named_parameters()},
+        "evaluation": evaluate(JOB, plan, world, step=step, dataset=sequences("test")),
+    }
+
+
+def train(layout, nproc, accumulation, **changes):
+    plan = Plan.preset(layout, nproc, batch_size=JOB.batch_size, accumulation=accumulation)
+    return run_ranks(trained, nproc, dataclasses.replace(plan, precision=DOUBLE, **changes))
+
+
+@pytest.mark.parametrize(
+    ("layout", "accumulation", "schedule", "zero"),
+    [
+        ("pp2.replicate2", 4, "dualpipev", 0),
+        ("pp2.shard2", 4, "zbv", 1),
+        ("pp2.shard2", 4, "interleaved_1f1b", 3),
+        ("pp2.tp2", 2, "1f1b", 0),
+    ],
+)
+def test_pipeline_times_another_axis_trains_as_one_process(layout, accumulation, schedule, zero):
+    (one,) = train("ddp", 1, 1)
+    ranks = train(layout, 4, accumulation, pipeline=Pipeline(schedule=schedule), zero=zero)
+    losses = [sum(shares) for shares in zip(*(rank["losses"] for rank in ranks if rank["losses"]), strict=True)]
+    assert losses == pytest.approx(one["losses"], rel=1e-9)
+    for rank in ranks:
+        assert rank["norms"] == pytest.approx(one["norms"], rel=1e-9)
+        assert rank["evaluation"] == pytest.approx(one["evaluation"], rel=1e-9)
+    weights = {name: value for rank in ranks for name, value in rank["weights"].items()}
+    assert weights.keys() == one["weights"].keys()
+    for name, value in one["weights"].items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-9, msg=name)

@@ -1,0 +1,184 @@
+"""Every sharded strategy gives the losses and weights of one process, in fp64."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.errors import PlanError
+from shardwise.plan import Device, Precision, settle
+from shardwise.testing import run_ranks
+from shardwise.train.build import build_step
+
+FP64 = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp64")
+
+
+class Sentences(torch.utils.data.Dataset):
+    """Token rows of which some count less than others, and a last batch that is short."""
+
+    def __len__(self):
+        return 22
+
+    def __getitem__(self, index):
+        tokens = torch.randint(0, 50, (9,), generator=torch.Generator().manual_seed(index))
+        targets = tokens[1:].clone()
+        targets[: index % 5] = -100
+        return tokens[:-1], targets
+
+
+def make_job(**changes):
+    fields = {
+        "model": lambda: sw.models.decoder("gpt2-tiny", vocab_size=50, context=16),
+        "data": lambda split: Sentences() if split == "train" else None,
+        "loss": sw.losses.token_cross_entropy,
+        "optimizer": sw.adamw(lr=1e-2, weight_decay=0.1),
+        "batch_size": 8,
+        "steps": 4,
+        "clip_norm": 0.5,
+    }
+    return sw.Job(**{**fields, **changes})
+
+
+def trained(world, job, name, overrides, precision=FP64):
+    """Train; return losses, gradient norms and, on rank 0, the whole final state."""
+    plan = settle(name, batch_size=job.batch_size, world_size=world.size, device=Device(), overrides=overrides)
+    plan = dataclasses.replace(plan, precision=precision)
+    step = build_step(job, plan, world)
+    reports = [step(batch) for batch in step.feed]
+    tells = plan.layout.tells_loss(world.rank)
+    losses = torch.stack([report.loss_share.double() * tells for report in reports])
+    if world.size > 1:
+        torch.distributed.all_reduce(losses)
+    norms = [None if report.grad_norm is None else float(report.grad_norm) for report in reports]
+    return losses, norms, sw.full_state_dict(step.model)
+
+
+def check_equal(job, nproc, name, overrides):
+    losses, norms, state = run_ranks(trained, 1, job, "ddp", {})[0]
+    results = run_ranks(trained, nproc, job, name, overrides)
+    for other_losses, other_norms, _ in results:
+        torch.testing.assert_close(other_losses, losses, rtol=1e-9, atol=0)
+        assert norms[0] is None or other_norms == pytest.approx(norms, rel=1e-9)
+    assert results[0][2].keys() == state.keys()
+    for key, value in state.items():
+        torch.testing.assert_close(results[0][2][key], value, rtol=1e-9, atol=1e-11, msg=key)
+
+
+PLANS = [
+    (2, "zero1", {}),
+    (2, "zero2", {}),
+    (2, "zero3", {}),
+    (3, "zero1", {}),
+    (4, "hsdp", {}),
+    (4, "replicate2.shard2", {"zero": "1"}),
+    (2, "zero2", {"accumulation": "2"}),
+    (2, "zero3", {"accumulation": "2", "gradient_sync": "every"}),
+    (2, "zero1", {"accumulation": "4", "gradient_sync": "every"}),
+    (2, "zero3", {"recompute": "full"}),
+    (2, "ddp", {"recompute": "selective"}),
+    (2, "zero3", {"offload.parameters": "cpu", "offload.optimizer": "cpu"}),
+    (2, "ddp", {"offload.optimizer": "cpu"}),
+    (2, "zero1", {"offload.optimizer": "cpu"}),
+    (2, "zero2", {"offload.optimizer": "cpu"}),
+    (2, "zero3", {"communication.prefetch": "2"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("nproc", "name", "overrides"), PLANS, ids=[f"{n}-{name}-{'-'.join(over.values())}" for n, name, over in PLANS]
+)
+def test_sharded_plan_equals_one_process(nproc, name, overrides):
+    job = make_job() if 8 % nproc == 0 else make_job(batch_size=6)
+    check_equal(job, nproc, name, overrides)
+
+
+def test_batch_statistics_move_once_when_a_block_is_recomputed():
+    class Images(torch.utils.data.Dataset):
+        def __len__(self):
+            return 11
+
+        def __getitem__(self, index):
+            return torch.randn(1, 8, 8, generator=torch.Generator().manual_seed(index)), index % 10
+
+    def model():
+        net = sw.models.resnet18(num_classes=10, in_channels=1, stem="small")
+        net.stages = torch.nn.Sequential(*list(net.stages.children())[:1])
+        net.head = torch.nn.Linear(64, 10)
+        return net
+
+    job = make_job(
+        model=model,
+        data=lambda split: Images() if split == "train" else None,
+        loss=sw.losses.cross_entropy,
+        steps=3,
+        batch_size=4,
+    )
+    check_equal(job, 2, "zero3", {"recompute": "full"})
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero3"])
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_lower_precision_learns_under_every_strategy(name, compute):
+    job = make_job(steps=8, optimizer=sw.adamw(lr=3e-3))
+    exact = run_ranks(trained, 1, job, "ddp", {})[0][0]
+    losses = run_ranks(trained, 2, job, name, {}, Precision(compute=compute))[0][0]
+    torch.testing.assert_close(losses, exact, rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("compression", ["bf16", "fp16", "powersgd"])
+def test_compressed_gradients_stay_close(compression):
+    job = make_job(steps=14, optimizer=sw.adamw(lr=3e-3))
+    exact = run_ranks(trained, 1, job, "ddp", {})[0][0]
+    losses = run_ranks(trained, 2, job, "ddp", {"communication.compression": compression})[0][0]
+    assert not torch.equal(losses, exact)
+    torch.testing.assert_close(losses, exact, rtol=0.05, atol=0)
+
+
+def test_a_zero1_rank_keeps_its_share_of_the_optimizer_only():
+    def body(world):
+        job = make_job(steps=1)
+        plan = settle("zero1", batch_size=8, world_size=world.size, device=Device())
+        step = build_step(job, plan, world)
+        for batch in step.feed:
+            step(batch)
+        states = step.optimizer.state.values()
+        held = sum(state["exp_avg"].to_local().numel() for state in states)
+        return held, sum(parameter.numel() for _, parameter in step.named_parameters())
+
+    results = run_ranks(body, 2)
+    assert sum(held for held, _ in results) == results[0][1]
+    assert all(held < 0.55 * whole for held, whole in results)
+
+
+def test_parallelize_averages_like_ddp_under_fsdp():
+    def body(world, name):
+        torch.manual_seed(world.rank)
+        model = sw.parallelize(torch.nn.Linear(3, 1, bias=False), sw.Plan.preset(name, world.size), world)
+        model(torch.full((1, 3), float(world.rank + 1))).sum().backward()
+        grad = model.module.weight.grad if name == "ddp" else model.weight.grad.full_tensor()
+        return grad, sw.full_state_dict(model)
+
+    (ddp, ddp_state), _ = run_ranks(body, 2, "ddp")
+    (fsdp, fsdp_state), _ = run_ranks(body, 2, "fsdp")
+    torch.testing.assert_close(fsdp, ddp)
+    torch.testing.assert_close(fsdp_state, ddp_state)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "words"),
+    [
+        ("ddp", {"offload.parameters": "cpu"}, "whole on the device"),
+        ("zero3", {"offload.parameters": "cpu"}, "not the optimizer"),
+        ("zero3", {"communication.compression": "bf16"}, "DDP's buckets"),
+        ("zero3", {"offload.optimizer": "nvme"}, "nvme"),
+        ("zero3", {"communication.prefetch": "0"}, "prefetch is 0"),
+        ("zero3", {"sequence_parallel": "true"}, "tp = 1"),
+    ],
+)
+def test_plans_that_make_no_sense_are_refused(name, overrides, words):
+    def body(world):
+        with pytest.raises(PlanError, match=words):
+            trained(world, make_job(), name, overrides, Precision())
+
+    run_ranks(body, 2)
