@@ -96,7 +96,10 @@ def test_script_runs_as_under_torchrun(folder):
 
 
 def test_variables_are_torchruns(folder):
-    (folder / "variables.py").write_text("import json, os; print(json.dumps(dict(os.environ)))")
+    # One write per line: torchrun's ranks share a pipe.
+    (folder / "variables.py").write_text(
+        "import json, os; os.write(1, (json.dumps(dict(os.environ)) + chr(10)).encode())"
+    )
 
     def variables(command):
         lines = run(folder, [*command, "--nproc_per_node=2", "variables.py"]).stdout.splitlines()
@@ -135,6 +138,14 @@ def test_module_spawned_workers_and_pickles_find_their_way_back(folder):
     assert "main ['x'] False" in as_script.stdout
     as_module = launch(folder, "-m", "spawning", "y")
     assert "main ['y'] True" in as_module.stdout, as_module.stderr
+
+
+@pytest.mark.parametrize("warm", [[], ["--warm"]])
+def test_ranks_under_a_profiler_are_fresh_processes_and_that_is_said(folder, warm):
+    (folder / "fresh.py").write_text("import sys; print('torch' in sys.modules)")
+    done = launch(folder, *warm, "fresh.py", NSYS_PROFILING_SESSION_ID="1")
+    assert done.stdout == "False\n"
+    assert "a profiler is here (NSYS_PROFILING_SESSION_ID)" in done.stderr
 
 
 def test_program_that_is_not_python(folder):

@@ -25,7 +25,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = [sys.executable, "-m", "shardwise", "launch"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-METHODS = ("fork", "spawn")
+METHODS = {
+    "fork": ["--start-method", "fork"],
+    "spawn": ["--start-method", "spawn"],
+    "warm": ["--warm", "--warm-idle", "60"],
+}
 TORCHRUN_TRIALS, TORCHRUN_LIMIT_S = 10, 25
 GONE_S = 10
 """All that a job started is gone this long after the fault."""
@@ -71,15 +75,22 @@ class Job:
     launcher: subprocess.Popen
     mark: str
     terminal: int | None
+    server: int | None
+    """Warm server that lends the job its fork parent, and outlives it."""
+    there: frozenset[Path]
+    """Files that were there before: torch makes itself a cache folder when a server imports dynamo."""
 
     def processes(self):
-        """Every living process that descends from the launcher, itself included, wherever it was handed to."""
+        """Every living process that descends from the launcher, itself included, wherever it was handed to.
+
+        A warm server has the mark of the job that started it, and its forks have the server's.
+        """
         found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes():
                     found.append(int(entry.name))
-        return [pid for pid in found if state_and_parent(pid)[0] not in "ZX"]
+        return [pid for pid in found if pid != self.server and state_and_parent(pid)[0] not in "ZX"]
 
     def listening(self):
         """Return inode -> (address, port, pid) of every socket on which a process of the job listens."""
@@ -102,7 +113,7 @@ class Job:
     def files(self):
         """Temporary files: in the job's TMPDIR, and sockets and half-written files where it works."""
         half = [p for p in self.folder.rglob("*") if p.suffix == ".tmp" or stat.S_ISSOCK(p.lstat().st_mode)]
-        return [*(self.folder / "tmp").iterdir(), *half]
+        return [path for path in [*(self.folder / "tmp").iterdir(), *half] if path not in self.there]
 
 
 def state_and_parent(pid):
@@ -151,13 +162,23 @@ def wait_for(condition, seconds, what):
 
 
 @contextlib.contextmanager
-def running(folder, *options, before="", faults=("", ""), terminal=False, nproc=2):
+def running(folder, method="fork", *, before="", faults=("", ""), terminal=False, nproc=2):
     """Launch the waiting script and yield once all ranks have met; whatever is left after is killed."""
     (folder / "script.py").write_text(WAITING_SCRIPT)
     (folder / "tmp").mkdir()
-    mark = f"SHARDWISE_PROOF={uuid.uuid4().hex}"
-    environ = {**os.environ, "TMPDIR": str(folder / "tmp"), "SHARDWISE_PROOF": mark.partition("=")[2]}
-    command = [*LAUNCH, "--nproc", str(nproc), *options, "script.py", before, *faults]
+    # A name that warm servers take over, as torch might read it when it is imported.
+    mark = f"TORCH_PROOF_OF_SHARDWISE={uuid.uuid4().hex}"
+    runtime = folder.with_name(f"{folder.name}-runtime")
+    runtime.mkdir()
+    environ = {
+        **os.environ,
+        "TMPDIR": str(folder / "tmp"),
+        "XDG_RUNTIME_DIR": str(runtime),
+        mark.partition("=")[0]: mark.partition("=")[2],
+    }
+    command = [*LAUNCH, "--nproc", str(nproc), *METHODS[method], "script.py", before, *faults]
+    server = start_server(folder, environ) if method == "warm" else None
+    there = frozenset((folder / "tmp").iterdir())
     master, slave = os.openpty() if terminal else (None, None)
     with (folder / "out").open("w") as file:
         launcher = subprocess.Popen(
@@ -172,16 +193,24 @@ def running(folder, *options, before="", faults=("", ""), terminal=False, nproc=
         )
     if terminal:
         os.close(slave)
-    job = Job(folder, launcher, mark, master)
+    job = Job(folder, launcher, mark, master, server, there)
     try:
         ready = [folder / f"ready.{rank}" for rank in range(nproc)]
         wait_for(lambda: all(path.exists() and path.read_text().endswith(".") for path in ready), 60, job.output)
         yield job
     finally:
-        for pid in job.processes():
+        for pid in [*job.processes(), *([server] if server else [])]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         launcher.wait()
+
+
+def start_server(folder, environ):
+    """Start a warm server by a launch that does nothing, and return its process id."""
+    (folder / "nothing.py").touch()
+    for words in (["--warm", "--warm-idle", "60", "nothing.py"], ["--warm-server", "status"]):
+        done = subprocess.run([*LAUNCH, *words], cwd=folder, env=environ, capture_output=True, text=True, check=True)
+    return int(re.match(r"pid (\d+)", done.stdout)[1])
 
 
 def go(job):
@@ -225,7 +254,7 @@ class Fault:
     before: str = "subprocess.Popen(['sleep', '1000'])"
     """What rank 0 runs before: it has a child process, throughout."""
     terminal: bool = False
-    methods: tuple[str, ...] = METHODS
+    methods: tuple[str, ...] = tuple(METHODS)
 
 
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN); subprocess.Popen(['sleep', '1000'])"
@@ -249,9 +278,9 @@ FAULTS = {
     "launcher SIGKILL, a worker has a child in a session of its own": Fault(
         -9, act=send(signal.SIGKILL), before=SESSION
     ),
-    "fork parent SIGKILL": Fault(1, act=kill_fork_parent, methods=("fork",)),
+    "fork parent SIGKILL": Fault(1, act=kill_fork_parent, methods=("fork", "warm")),
     "fork parent SIGKILL, a worker has a child in a session of its own": Fault(
-        1, act=kill_fork_parent, before=SESSION, methods=("fork",)
+        1, act=kill_fork_parent, before=SESSION, methods=("fork", "warm")
     ),
     "store SIGKILL": Fault(1, act=kill_store),
 }
@@ -276,7 +305,7 @@ def suffer(folder, name, method):
     forgotten = shared_memory()
     with running(
         folder,
-        *("--start-method", method),
+        method,
         before=fault.before,
         faults=(fault.peer, fault.worker),
         terminal=fault.terminal,
@@ -299,13 +328,14 @@ def suffer(folder, name, method):
         end = time.monotonic()
         names = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in job.processes()]
         code = job.launcher.poll()
+        assert job.server is None or state_and_parent(job.server)[0] not in "ZX"
         return Row(code, last_line(job.output()), tuple(map(len, found)), end - start), names
 
 
 def last_line(output):
     """The last line a user reads, but for the one that names the run directory after every failure."""
     lines = [line for line in output.splitlines() if line.strip() and not line.startswith("shardwise: the run is in")]
-    return re.sub(r"runs/\S+", "runs/NAME-TIME", lines[-1]) if lines else ""
+    return re.sub(r"pid \d+", "pid N", re.sub(r"runs/\S+", "runs/NAME-TIME", lines[-1])) if lines else ""
 
 
 def check_fault(folder, name, method):
@@ -330,8 +360,9 @@ def render(rows):
         "",
         f"Made by `make prove`. Two ranks on gloo, rank 0 with a child process of its own, and what is left {GONE_S} s",
         "after the fault, or as soon as that is nothing: processes of the job, ports on which it listened, temporary",
-        "files. Ranks are forked from one process, or (`spawn`) started as fresh ones. A negative exit code is a",
-        "signal. After the last line of a failure comes one that names the run directory.",
+        "files. Ranks are forked from one process, or (`spawn`) started as fresh ones, or (`warm`) forked from a warm",
+        "server, which lives on and is not counted. A negative exit code is a signal. After the last line of a failure",
+        "comes one that names the run directory.",
         "",
         "| fault | ranks | exit code | last line | processes | ports | files | gone after |",
         "|---|---|---|---|---|---|---|---|",
@@ -444,7 +475,7 @@ def connect(prefix, host, ports):
 def check_privacy(folder, neighbour, method, nproc):
     name, host = neighbour
     with (
-        running(folder, "--start-method", method, nproc=nproc) as job,
+        running(folder, method, nproc=nproc) as job,
         socket.create_server(("0.0.0.0", 0)) as open_door,
     ):
         ports = {port for _, port, _ in job.listening().values()}
@@ -462,6 +493,8 @@ def test_nothing_answers_another_network_namespace(tmp_path, neighbour):
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize(("method", "nproc"), [("fork", 1), ("fork", 4), ("spawn", 2), ("spawn", 4)])
+@pytest.mark.parametrize(
+    ("method", "nproc"), [("fork", 1), ("fork", 4), ("spawn", 2), ("spawn", 4), ("warm", 2), ("warm", 4)]
+)
 def test_nothing_of_any_job_answers_another_network_namespace(tmp_path, neighbour, method, nproc):
     check_privacy(tmp_path, neighbour, method, nproc)

@@ -83,7 +83,8 @@ def test_two_processes_train_evaluate_and_report(tmp_path):
     assert re.search(r"step 240/240 .* loss", done.stderr)
     out = tmp_path / "out"
     assert {path.name for path in out.iterdir()} == {
-        "job.json", "plan.toml", "timeline.json", "events", "logs", "errors", "report.json", "report.md", "weights.pt",
+        "job.json", "plan.toml", "timeline.json", "events", "logs", "errors", "report.json",
+        "report.md", "weights.pt", "environment.json",
     }  # fmt: skip
     assert [phase["name"] for phase in json.loads((out / "timeline.json").read_text())] == [
         "process", "import", "job", "world", "model and data", "first step",

@@ -30,6 +30,15 @@ def test_own_exception_comes_before_an_early_exit_and_a_lost_peer():
     assert root_cause(exits[:2]).rank == 1
 
 
+def test_rank_that_left_with_zero_is_the_cause_of_a_lost_peer():
+    lost = exit_(0, failure=failure(0, peer_lost=True), at=2.0)
+    early, late, told = exit_(1, 0, at=1.0), exit_(2, 0, at=3.0), exit_(3, 0, at=1.0, stopped=True)
+    assert root_cause([lost, early, late, told]).rank == 1
+    assert root_cause([lost, late, told]).rank == 0
+    own = exit_(4, failure=failure(4), at=2.0)
+    assert root_cause([lost, early, own]).rank == 4
+
+
 def test_of_two_exceptions_the_first_in_time_is_the_cause():
     exits = [exit_(0, failure=failure(0, at=2.0)), exit_(1, failure=failure(1, at=1.0))]
     assert root_cause(exits).rank == 1

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from shardwise.run.console import complain, say
 from shardwise.run.exitcodes import INTERRUPTED, JOB_FAILED
+
+if TYPE_CHECKING:
+    from shardwise.launch.starters import ForkStarter
 
 
 @click.command(
@@ -48,6 +52,18 @@ from shardwise.run.exitcodes import INTERRUPTED, JOB_FAILED
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as with python -m.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is any program.")
 @click.option("--dry-run", is_flag=True, help="Print what would run.")
+@click.option("--warm", is_flag=True, help="Fork ranks from your warm server, started if there is none.")
+@click.option(
+    "--warm-idle", type=click.FloatRange(min=0.1), default=900.0, help="Seconds without a launch that end the server."
+)
+@click.option(
+    "--warm-server",
+    type=click.Choice(["status", "stop"]),
+    is_eager=True,
+    expose_value=False,
+    callback=lambda context, _option, verb: _show_warm_servers(context, verb),
+    help="Show or stop your warm servers; no SCRIPT.",
+)
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(*, script: str, arguments: tuple[str, ...], log_dir: Path | None, dry_run: bool, **options: object) -> int:
@@ -62,11 +78,14 @@ def command(*, script: str, arguments: tuple[str, ...], log_dir: Path | None, dr
     if dry_run:
         say(describe(settled))
         return 0
+    if settled.note:
+        complain(settled.note)
     run = create_run(log_dir, settled.spec.target.name)
     tee = Tee(run, settled.shown)
+    warm = _join(settled.spec.nproc, settled.warm_idle_s) if settled.warm_idle_s is not None else None
     become_reaper()
     try:
-        launched = launch(settled.spec, run, observers=[tee], note=complain)
+        launched = launch(settled.spec, run, observers=[tee], note=complain, warm=warm)
     finally:
         kill_descendants()  # also what left its rank's process group, or outlived a killed fork parent
     if launched.outcome.interrupted and launched.decision.exit_code == 0:  # type: ignore[union-attr]
@@ -77,3 +96,28 @@ def command(*, script: str, arguments: tuple[str, ...], log_dir: Path | None, dr
         complain(f"shardwise: the run is in {run.path}")
         return JOB_FAILED
     return launched.decision.exit_code  # type: ignore[union-attr]
+
+
+def _join(nproc: int, idle_s: float) -> ForkStarter | None:
+    from shardwise.environment import base_environment
+    from shardwise.hardware import usable_cores
+    from shardwise.launch.warm import join_warm_server
+
+    environ = base_environment(local_world_size=nproc, cores=usable_cores())
+    return join_warm_server(environ, idle_s=idle_s, note=complain)
+
+
+def _show_warm_servers(context: click.Context, verb: str | None) -> None:
+    if verb is None or context.resilient_parsing:
+        return
+    from shardwise.environment import base_environment
+    from shardwise.launch.warm import warm_servers
+
+    found = warm_servers(base_environment(local_world_size=1), stop=verb == "stop")
+    for server in found:
+        running = f", {server.running} running" if server.running else ""
+        facts = f"pid {server.pid}: {server.age_s:.0f} s old, {server.launches} launches{running}"
+        say(f"{facts}, " + ("stopped" if verb == "stop" else f"{server.idle_left_s:.0f} s idle time left"))
+    if not found:
+        say("no warm server")
+    context.exit()

@@ -24,12 +24,20 @@ class SettledLaunch:
 
     spec: LaunchSpec
     shown: list[tuple[Shown, Shown]]
+    warm_idle_s: float | None
+    """To be forked from a warm server, which ends when idle this long; None starts a fork parent."""
+    note: str
+    """What the user should know of how ranks will be started; empty when it is as asked."""
 
 
 def settle_launch(script: str, arguments: tuple[str, ...], options: dict[str, Any]) -> SettledLaunch:
     """Check every option and the target; nothing is started yet."""
     if options["module"] and options["no_python"]:
         raise LaunchError("--module and --no-python contradict each other", fix="use one of them")
+    if options["warm"] and (options["start_method"] == "spawn" or options["no_python"]):
+        raise LaunchError(
+            "--warm forks ranks, and --start-method spawn or --no-python starts fresh processes", fix="leave one out"
+        )
     check_one_node(read_nodes(options["nnodes"]), options["node_rank"], options["rdzv_backend"])
     nproc = read_nproc(options["nproc_per_node"], num_gpus=len(probe_gpus()), num_cores=usable_cores())
     target: Target = Script(script, arguments)
@@ -52,13 +60,22 @@ def settle_launch(script: str, arguments: tuple[str, ...], options: dict[str, An
         grace_s=options["shutdown_timeout"],
         preload=_preload(target),
     )
-    return SettledLaunch(spec=spec, shown=views)
+    return SettledLaunch(
+        spec=spec,
+        shown=views,
+        warm_idle_s=options["warm_idle"] if options["warm"] and spec.fork else None,
+        note=f"shardwise: a profiler is here ({profiler()}): ranks are fresh processes, not forks"
+        if profiler()
+        else "",
+    )
 
 
 def describe(settled: SettledLaunch) -> str:
     """Return the command line of every rank with the variables it gets, one per line."""
     spec = settled.spec
     how = "forked from one process that imports torch" if spec.fork else "each a fresh process"
+    if settled.warm_idle_s is not None:
+        how = "forked from the warm server"
     port = spec.port or "a free one"
     lines = [f"# {spec.nproc} ranks, {how}; store on 127.0.0.1, port {port}; {spec.max_restarts} restarts"]
     for rank in range(spec.nproc):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -17,7 +19,8 @@ from shardwise.launch.processes import die_with_parent
 from shardwise.run.failure import describe_failure, write_failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+    from types import ModuleType
 
     from shardwise.launch.orders import StartRank, StartStore
 
@@ -33,7 +36,7 @@ def rank_work(order: StartRank, parent: int) -> Callable[[], None]:
         argv = order.target.argv()
         os.execvpe(argv[0], argv, order.environ)  # noqa: S606 - the program the user named
     adopt(order.environ)
-    _settle_libraries()
+    _settle_libraries(order.environ)
     return partial(_run, order)
 
 
@@ -50,16 +53,29 @@ def _redirect(order: StartRank) -> None:
     os.close(null)
 
 
-def _settle_libraries() -> None:
+def _settle_libraries(environ: Mapping[str, str]) -> None:
     """Bring what libraries read at import in line with this rank: threads, debug level, random state."""
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(num_threads() or torch.get_num_threads())
         if torch.distributed.is_available():
             torch.distributed.set_debug_level_from_env()
+        torch.default_generator.seed()  # a fresh interpreter draws its own: ranks that do not seed differ
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed()  # a fresh interpreter draws its own; Python's `random` does so after a fork by itself
+        numpy.random.seed()  # likewise; Python's `random` does so after a fork by itself
+        if "OPENBLAS_NUM_THREADS" not in environ:
+            _settle_blas(numpy)
+
+
+def _settle_blas(numpy: ModuleType) -> None:
+    """Give numpy's OpenBLAS, which counted its threads when it was loaded, the number that this rank is to have."""
+    threads = num_threads()
+    for path in Path(str(numpy.__file__)).parents[1].glob("numpy.libs/*openblas*"):
+        blas = ctypes.CDLL(str(path))
+        with contextlib.suppress(AttributeError):  # a build with other names keeps what it has
+            if threads and blas.scipy_openblas_get_num_threads64_() > threads:
+                blas.scipy_openblas_set_num_threads64_(threads)
 
 
 def _run(order: StartRank) -> None:

@@ -19,11 +19,15 @@ def explain_outcome(outcome: Outcome, run: RunDirectory) -> str:
     """Return the closing report of a failed launch, its last line the root cause; empty when all went well."""
     cause = root_cause(outcome.exits)
     if cause is None:
-        return "the store through which the ranks met was killed, so all were stopped" if outcome.store_lost else ""
+        return f"{outcome.lost}, so all ranks were stopped" if outcome.lost else ""
     others = [exit_ for exit_ in outcome.exits if exit_.failed and exit_.rank != cause.rank]
     parts = [f"rank {exit_.rank} then failed too: {_summary(exit_)}" for exit_ in others]
     parts.append(_evidence(cause, run))
-    parts.append(f"rank {cause.rank} failed first: {_summary(cause)}")
+    parts.append(
+        f"rank {cause.rank} failed first: {_summary(cause)}"
+        if cause.failed
+        else f"rank {cause.rank} left first: exit code 0 while its peers still needed it; they lost their connection"
+    )
     if cause.returncode == -signal.SIGKILL and outcome.out_of_memory:
         parts[-1] = (
             f"rank {cause.rank} failed first: SIGKILL by the kernel, host memory ran out:"

@@ -19,7 +19,7 @@ from shardwise.launch.policy import RankExit, root_cause
 from shardwise.launch.processes import RankProcess, start_fork
 from shardwise.launch.supervise import Outcome, supervise
 from shardwise.run.exitcodes import INTERRUPTED, describe_exit
-from shardwise.run.failure import describe_failure, write_failure
+from shardwise.run.failure import describe_failure, read_failure, write_failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ def run_forked(
         ]
         outcome = supervise(
             processes,
-            failure_path=lambda rank: folder / f"{rank}.json",
+            failure_of=lambda rank, _: read_failure(folder / f"{rank}.json"),
             timeout_s=timeout_s,
             before_kill=_dump_stacks,
         )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import array
 import contextlib
+import gc
 import importlib
 import os
 import selectors
@@ -12,51 +12,48 @@ import socket
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-
+from shardwise.launch.channel import Channel
 from shardwise.launch.orders import STORE, Ended, Order, Ready, Report, Started, StartRank
 from shardwise.launch.processes import become_reaper, kill_descendants
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-_MOST_BYTES = 1 << 22
+    from collections.abc import Callable, Sequence
 
 
 class ForkParent:
     """Serves one supervisor over one socket until that closes; then leaves nothing running."""
 
     def __init__(self, channel: socket.socket) -> None:
-        self._channel = channel
-        self._buffer = b""
-        self._descriptors: list[int] = []
-        self._decoder = msgspec.json.Decoder(Order)
+        self._channel: Channel[Order] = Channel(channel, Order)
         self._children: set[int] = set()
 
-    def serve(self) -> Callable[[], None] | None:
-        """Fork and reap until the supervisor goes away; in a child, return what that child is to do."""
+    def serve(self, refusal: str) -> Callable[[], None]:
+        """Fork and reap until the supervisor goes away, then end this process; in a child, return what it is to do.
+
+        `refusal` says why forking is not safe here, and is for the supervisor to act upon; empty when it is.
+        """
         wake_reader, wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)  # the supervisor decides what a signal means
-        self._send(Ready(_why_not_to_fork()))
+        self._send(Ready(refusal, os.getpid()))
         with selectors.DefaultSelector() as selector:
-            selector.register(self._channel, selectors.EVENT_READ)
+            selector.register(self._channel.socket, selectors.EVENT_READ)
             selector.register(wake_reader, selectors.EVENT_READ)
             while True:
                 for key, _ in selector.select():
-                    if key.fileobj is not self._channel:
+                    if key.fileobj is not self._channel.socket:
                         with contextlib.suppress(BlockingIOError):
                             os.read(wake_reader, 4096)
                         self._reap()
                         continue
-                    orders = self._receive()
+                    orders = self._channel.receive()
                     if orders is None:
                         kill_descendants()
-                        return None
+                        os._exit(0)  # nothing of ours is to be flushed, and unloading torch takes 0.1 s
                     for order in orders:
                         child = self._fork(order)
                         if child is not None:
@@ -66,7 +63,7 @@ class ForkParent:
 
     def _fork(self, order: Order) -> Callable[[], None] | None:
         """Fork for one order; returns the child's work in the child, None in the parent."""
-        descriptor = self._descriptors.pop(0) if not isinstance(order, StartRank) else None
+        descriptor = None if isinstance(order, StartRank) else self._channel.take_descriptors(1)[0]
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -95,54 +92,44 @@ class ForkParent:
                 self._children.discard(pid)
                 self._send(Ended(pid, os.waitstatus_to_exitcode(status)))
 
-    def _receive(self) -> list[Order] | None:
-        """Return the orders that came in, with their descriptors queued; None when the supervisor is gone."""
-        size = array.array("i").itemsize
-        try:
-            data, ancillary, _, _ = self._channel.recvmsg(_MOST_BYTES, socket.CMSG_SPACE(size))
-        except ConnectionError:
-            return None
-        if not data:
-            return None
-        for _, _, content in ancillary:
-            self._descriptors.extend(array.array("i", content[: len(content) - len(content) % size]))
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        return [self._decoder.decode(line) for line in lines]
-
     def _send(self, report: Report) -> None:
         with contextlib.suppress(ConnectionError):
-            self._channel.sendall(msgspec.json.encode(report) + b"\n")
+            self._channel.send(report)
 
 
-def _why_not_to_fork() -> str:
-    """Return why ranks must not be forked from this process; empty when they may."""
+def preload(names: Sequence[str]) -> str:
+    """Import modules that ranks will want; return why ranks must then not be forked from here, empty if they may."""
+    gc.disable()  # a fifth of the time of importing torch with dynamo goes to collections that find nothing
+    for name in (*names, "shardwise.launch.child"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.freeze()  # ranks would only copy these pages to find that nothing in them is garbage
+    gc.enable()
     # numpy's OpenBLAS starts its threads at import, ends them before a fork and starts them anew when it needs them:
     # after a fork for nothing, whatever thread is left is one that a fork would break.
     pid = os.fork()
     if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
+        os._exit(_was_cuda_touched())
+    _, status = os.waitpid(pid, 0)
     if threading.active_count() > 1 or len(list(Path("/proc/self/task").iterdir())) > 1:
         return "importing torch started threads"
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return "importing torch initialised CUDA"
-    return ""
+    return "importing torch touched CUDA" if status else ""
 
 
-def main() -> Callable[[], None] | None:
+def _was_cuda_touched() -> bool:
+    """Whether the process that this one was forked from used CUDA, if only to ask whether there is any."""
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and torch.cuda._is_in_bad_fork()  # noqa: SLF001 - is_initialized() misses is_available()
+
+
+def main() -> Callable[[], None]:
     """Import what was asked for, then serve the socket whose descriptor is the first argument."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     become_reaper()
-    for name in sys.argv[2:]:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    return ForkParent(channel).serve()
+    return ForkParent(channel).serve(preload(sys.argv[2:]))
 
 
 if __name__ == "__main__":
-    # A child comes back from serve() with its work and does it here, at the top of the interpreter, so that
+    # A child comes back with its work and does it here, at the top of the interpreter, so that
     # the interpreter then ends as it always does: atexit handlers, threads joined, buffers flushed.
-    work = main()
-    if work is not None:
-        work()
+    main()()

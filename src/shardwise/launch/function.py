@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import LaunchError, RankFailedError
+from shardwise.launch.attempts import LOOPBACK, LaunchSpec, launch, loopback_listener
 from shardwise.launch.fork import raise_failure, run_forked
-from shardwise.launch.launch import LOOPBACK, LaunchSpec, launch, loopback_listener
 from shardwise.launch.policy import root_cause
 from shardwise.launch.processes import start_fork
 from shardwise.launch.target import Module

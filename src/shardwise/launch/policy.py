@@ -34,7 +34,7 @@ class RankExit:
     @property
     def is_certain(self) -> bool:
         """Whether no other rank's exit could explain this one: it was killed, or raised an error of its own."""
-        return self.failed and _kind(self) <= 1
+        return self.failed and _kind(self) <= _RAISED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,12 @@ def decide(exits: Sequence[RankExit], *, max_restarts: int, restarts: int, stop_
 def root_cause(exits: Sequence[RankExit]) -> RankExit | None:
     """Return the exit that explains the others: by kind first, then by time; None when all went well."""
     failed = [exit_ for exit_ in exits if exit_.failed]
-    return min(failed, key=lambda exit_: (_kind(exit_), _when(exit_), exit_.rank), default=None)
+    cause = min(failed, key=lambda exit_: (_kind(exit_), _when(exit_), exit_.rank), default=None)
+    if cause is None or _kind(cause) != _PEER_LOST:
+        return cause
+    # All that failed say that a peer went away: the first that left before them, with exit code 0, is the one.
+    left = [exit_ for exit_ in exits if exit_.returncode == 0 and not exit_.stopped and exit_.at <= cause.at]
+    return min(left, key=lambda exit_: (exit_.at, exit_.rank), default=cause)
 
 
 def _is_hopeless(cause: RankExit) -> bool:
@@ -87,12 +92,15 @@ def _is_hopeless(cause: RankExit) -> bool:
     return cause.failure is not None and cause.failure.exit_code == BAD_INPUT
 
 
+_KILLED, _RAISED, _LEFT, _PEER_LOST = range(4)
+"""Kinds of ends, those that explain the others first: by a signal or for want of memory; by an exception of its own;
+without a word; by an error that only says that a peer went away."""
+
+
 def _kind(exit_: RankExit) -> int:
-    if exit_.returncode < 0 and exit_.failure is None:
-        return 0  # killed by a signal, or out of memory
     if exit_.failure is None:
-        return 2  # left early without a word
-    return 3 if exit_.failure.peer_lost else 1
+        return _KILLED if exit_.returncode < 0 else _LEFT
+    return _PEER_LOST if exit_.failure.peer_lost else _RAISED
 
 
 def _when(exit_: RankExit) -> float:

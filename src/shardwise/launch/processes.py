@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -127,8 +127,15 @@ def kill_descendants() -> None:
         time.sleep(0.005)
 
 
-def _descendants(pid: int) -> list[int]:
-    """Return running descendants from /proc; zombies wait for their own parent and do not count."""
+def kill_strays(kept: Collection[int]) -> None:
+    """Kill the descendants of this process that are neither in `kept` nor below one of them (Linux)."""
+    for pid in _descendants(os.getpid(), kept):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _descendants(pid: int, kept: Collection[int] = ()) -> list[int]:
+    """Return running descendants from /proc, without `kept` and theirs; zombies wait for their own parent."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -139,7 +146,7 @@ def _descendants(pid: int) -> list[int]:
                 children.setdefault(int(parent), []).append(int(entry.name))
     found, waiting = [], [pid]
     while waiting:
-        mine = children.get(waiting.pop(), [])
+        mine = [child for child in children.get(waiting.pop(), []) if child not in kept]
         found += mine
         waiting += mine
     return found

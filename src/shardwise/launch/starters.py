@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import array
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self
 
-import msgspec
-
 from shardwise.errors import LaunchError
+from shardwise.launch.channel import Channel
 from shardwise.launch.orders import STORE, Ended, Ready, Report, Started, StartRank, StartStore
 from shardwise.launch.processes import RankProcess, start_program
+from shardwise.run.exitcodes import describe_exit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,6 +40,10 @@ class Starter(Protocol):
     def start_store(self, listener: socket.socket) -> RankProcess:
         """Start the server of one attempt's store on a bound socket."""
 
+    @property
+    def lost(self) -> str:
+        """What ended, and took the ranks along; empty while all is well."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
@@ -50,6 +55,8 @@ class Output:
 
 class PlainStarter:
     """Every rank is a process started from here: for systems other than Linux, which lack what forking needs."""
+
+    lost = ""
 
     def start_rank(
         self, rank: int, target: Target, environ: Mapping[str, str], *, output: Output, failure: Path
@@ -69,24 +76,33 @@ class PlainStarter:
 class ForkStarter:
     """Ranks are forks of one process that has imported torch: N ranks cost one import, a restart costs none."""
 
-    def __init__(self, environ: Mapping[str, str], preload: Sequence[str], *, fresh: bool = False) -> None:
-        """Start the fork parent; it imports while this process goes on. `fresh` ranks are only started by it."""
-        self._channel, theirs = socket.socketpair()
-        descriptor = theirs.fileno()
-        argv = [sys.executable, "-m", "shardwise.launch.fork_parent", str(descriptor), *preload]
-        self._parent = subprocess.Popen(argv, env=dict(environ), pass_fds=[descriptor], process_group=0)
-        theirs.close()
-        self._buffer = b""
+    def __init__(
+        self, channel: socket.socket, parent: subprocess.Popen[bytes] | None = None, *, fresh: bool = False
+    ) -> None:
+        """Talk to the fork parent at the other end of `channel`, our child or not; it only starts `fresh` ranks."""
+        self._channel: Channel[Report] = Channel(channel, Report)
+        self._parent = parent
+        self._pid = parent.pid if parent is not None else 0
         self._fresh = fresh
-        self._decoder = msgspec.json.Decoder(Report)
+        self._gone = False
         self._ended: dict[int, int] = {}
         self._started: dict[int, int] = {}
         self._refusal: str | None = None
 
+    @classmethod
+    def start(cls, environ: Mapping[str, str], preload: Sequence[str], *, fresh: bool = False) -> Self:
+        """Start a fork parent; it imports while this process goes on."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            descriptor = theirs.fileno()
+            argv = [sys.executable, "-m", "shardwise.launch.fork_parent", str(descriptor), *preload]
+            parent = subprocess.Popen(argv, env=dict(environ), pass_fds=[descriptor], process_group=0)
+        return cls(ours, parent, fresh=fresh)
+
     def wait_until_ready(self) -> str:
         """Wait for the imports; return why forking is not safe here, empty when it is."""
         while self._refusal is None:
-            self._pump(_READY_S)
+            self._wait()
         return self._refusal
 
     def start_rank(
@@ -100,23 +116,36 @@ class ForkStarter:
 
     def start_store(self, listener: socket.socket) -> RankProcess:
         """Order the server of one attempt's store."""
-        return self._order(STORE, StartStore(listener.getsockname()[1]), listener.fileno())
+        return self._order(STORE, StartStore(listener.getsockname()[1]), [listener.fileno()])
 
     def returncode(self, pid: int) -> int | None:
         """Return how a child of the fork parent ended, None while it runs."""
-        while self._pump(0):
-            pass
-        if self._parent.poll() is not None:
-            return self._ended.get(pid, -signal.SIGKILL)  # it took its children with it
-        return self._ended.get(pid)
+        self._look()
+        return self._ended.get(pid, -signal.SIGKILL if self._gone else None)  # it takes its children with it
+
+    @property
+    def lost(self) -> str:
+        """How the fork parent ended, and its children with it; empty while it lives."""
+        self._look()
+        if not self._gone:
+            return ""
+        how = "was killed" if self._parent is None else f"ended with {describe_exit(self._parent.wait())}"
+        return f"the fork parent of the ranks (pid {self._pid or 'unknown'}) {how}"
 
     def close(self) -> None:
         """End the fork parent, and with it everything it started."""
-        self._channel.close()
+        deadline = time.monotonic() + _END_S
+        with contextlib.suppress(OSError):
+            self._channel.socket.shutdown(socket.SHUT_WR)
         try:
-            self._parent.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._parent.pid, signal.SIGKILL)
+            while not self._gone:  # its end of the channel closes when all is gone
+                self._pump(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            if self._pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._pid, signal.SIGKILL)
+        self._channel.close()
+        if self._parent is not None:
             self._parent.wait()
 
     def __enter__(self) -> Self:
@@ -127,46 +156,41 @@ class ForkStarter:
     ) -> None:
         self.close()
 
-    def _order(self, rank: int, order: StartRank | StartStore, descriptor: int | None = None) -> RankProcess:
-        data = msgspec.json.encode(order) + b"\n"
-        rights = (
-            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))] if descriptor is not None else []
-        )
+    def _order(self, rank: int, order: StartRank | StartStore, descriptors: Sequence[int] = ()) -> RankProcess:
         self._started.pop(rank, None)
-        sent = self._channel.sendmsg([data], rights)
-        self._channel.sendall(data[sent:])
+        with contextlib.suppress(ConnectionError):  # said by what follows
+            self._channel.send(order, descriptors)
         while rank not in self._started:
-            self._pump(_READY_S)
+            self._wait()
         return _ForkedProcess(rank, self._started[rank], self)
 
-    def _pump(self, timeout_s: float) -> bool:
-        """Take in reports; return whether there were any within the time."""
-        self._channel.settimeout(timeout_s)
+    def _wait(self) -> None:
+        """Wait for the next report, which must come."""
         try:
-            data = self._channel.recv(1 << 20)
-        except (BlockingIOError, TimeoutError):
-            if timeout_s:
-                raise LaunchError("the fork parent does not answer", fix="try --start-method spawn") from None
-            return False
-        except ConnectionError:
-            data = b""
-        if not data:
-            if timeout_s:
-                raise LaunchError(
-                    f"the fork parent ended with {self._parent.wait()}",
-                    fix="see its words above, or --start-method spawn",
-                )
-            return False
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        for line in lines:
-            match self._decoder.decode(line):
-                case Ready(refusal):
-                    self._refusal = refusal
+            self._pump(_READY_S)
+        except TimeoutError:
+            raise LaunchError("the fork parent does not answer", fix="try --start-method spawn") from None
+        if self._gone:
+            raise LaunchError(self.lost, fix="see its words above, or try --start-method spawn")
+
+    def _look(self) -> None:
+        """Take in what has been reported."""
+        with contextlib.suppress(TimeoutError):
+            while not self._gone:
+                self._pump(0)
+
+    def _pump(self, timeout_s: float) -> None:
+        """Take in reports, or learn that the fork parent is gone; TimeoutError when neither comes in time."""
+        reports = self._channel.receive(timeout_s)
+        self._gone = reports is None
+        for report in reports or ():
+            match report:
+                case Ready(refusal, pid):
+                    self._refusal, self._pid = refusal, pid
                 case Started(rank, pid):
                     self._started[rank] = pid
                 case Ended(pid, returncode):
                     self._ended[pid] = returncode
-        return True
 
 
 class _ForkedProcess(RankProcess):

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from shardwise.hardware import oom_kills
 from shardwise.launch.policy import RankExit
-from shardwise.run.failure import read_failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
     from types import FrameType
 
     from shardwise.launch.processes import RankProcess
+    from shardwise.run.failure import Failure
 
 TICK_S = 0.1
 SETTLE_S = 0.5
@@ -49,8 +48,8 @@ class Outcome:
     """Signal that asked the launcher to stop; 0 for none."""
     timed_out: tuple[int, ...] = ()
     """Ranks that were still running at the time limit."""
-    store_lost: bool = False
-    """The store of this attempt ended before its ranks."""
+    lost: str = ""
+    """What the ranks could not go on without, and how it ended; empty when nothing else failed."""
     out_of_memory: bool = False
     """The kernel killed a process of this cgroup for want of memory meanwhile."""
 
@@ -71,27 +70,32 @@ class _Watch:
 def supervise(
     processes: Sequence[RankProcess],
     *,
-    failure_path: Callable[[int], Path],
+    failure_of: Callable[[int, int], Failure | None],
     observers: Sequence[Observer] = (),
-    store: RankProcess | None = None,
+    lost: Callable[[], str] = lambda: "",
     grace_s: float = GRACE_S,
     timeout_s: float | None = None,
     before_kill: Callable[[RankProcess], None] | None = None,
 ) -> Outcome:
-    """Wait for all ranks; after a failure, a signal, the store's end or the time limit, stop all and reap them."""
+    """Wait for all ranks; after a failure, a signal or the time limit, stop all and reap them.
+
+    `failure_of` returns what a rank with this exit code wrote down. `lost` says what else has ended that ranks cannot
+    go on without; empty while all is there.
+    """
     watch = _Watch({process.rank: process for process in processes})
     kills_before = oom_kills()
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     timed_out: tuple[int, ...] = ()
-    store_lost = False
+    missing = ""
     with _wakeups(processes) as wait, _caught_signals(watch.signals):
         while watch.running:
             wait(TICK_S)
             now = time.monotonic()
-            _reap(watch, now, failure_path)
-            if store is not None and store.poll() is not None:
-                watch.stop_at = min(watch.stop_at, now)  # without it ranks would wait for each other until a time limit
-                store_lost = True
+            missing = missing or lost()
+            if missing and watch.stopping_since is None:
+                watch.stop_at = now  # ranks would wait for each other until a time limit
+                _stop_if_needed(watch, now, grace_s)  # before the look at their exits, which explain nothing now
+            _reap(watch, now, failure_of)
             for observer in observers:
                 observer.tick()
             if deadline is not None and now > deadline and watch.running and not timed_out:
@@ -107,12 +111,12 @@ def supervise(
         exits=exits,
         interrupted=interrupted,
         timed_out=timed_out,
-        store_lost=store_lost,
+        lost=missing,
         out_of_memory=(oom_kills() or 0) > (kills_before or 0),
     )
 
 
-def _reap(watch: _Watch, now: float, failure_path: Callable[[int], Path]) -> None:
+def _reap(watch: _Watch, now: float, failure_of: Callable[[int, int], Failure | None]) -> None:
     for rank, process in list(watch.running.items()):
         returncode = process.poll()
         if returncode is None:
@@ -122,7 +126,7 @@ def _reap(watch: _Watch, now: float, failure_path: Callable[[int], Path]) -> Non
         exit_ = RankExit(
             rank=rank,
             returncode=returncode,
-            failure=read_failure(failure_path(rank)),
+            failure=failure_of(rank, returncode),
             stopped=watch.stopping_since is not None,
             at=now,
         )

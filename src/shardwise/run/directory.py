@@ -31,6 +31,11 @@ class RunDirectory:
         return self.path / "plan.toml"
 
     @property
+    def environment(self) -> Path:
+        """Environment variables that explain the run, by allow-list (JSON)."""
+        return self.path / "environment.json"
+
+    @property
     def timeline(self) -> Path:
         """What rank 0 spent its start on (JSON)."""
         return self.path / "timeline.json"
@@ -76,7 +81,7 @@ class RunDirectory:
         """Delete what `create_run` made: for runs refused before their first step."""
         for name in _FOLDERS:
             shutil.rmtree(self.path / name, ignore_errors=True)
-        for file in (self.job, self.plan, self.timeline):
+        for file in (self.job, self.plan, self.environment, self.timeline):
             file.unlink(missing_ok=True)
         for folder in reversed(self.made):
             with contextlib.suppress(OSError):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Words with which torch, gloo and NCCL say that somebody else went away: never a root cause. Anchored on the
 # transport, since a user's own socket may be reset too.
-_PEER_LOST = re.compile(
+PEER_LOST = re.compile(
     r"Connection closed by peer|Connection reset by peer|gloo.*(?:transport|Timed out|unbound_buffer)"
     r"|NCCL.*(?:remote process exited|unhandled system error|Abort)|Broken pipe.*store|recvValue failed"
     r"|DistNetworkError|DistStoreError|failed to recv",
@@ -53,7 +53,7 @@ def describe_failure(error: BaseException, rank: int) -> Failure:
         message=message,
         traceback="".join(traceback.format_exception(error)),
         exit_code=error.exit_code if isinstance(error, ShardwiseError) else 1,
-        peer_lost=isinstance(error, _PEER_ERRORS) and _PEER_LOST.search(message) is not None,
+        peer_lost=isinstance(error, _PEER_ERRORS) and PEER_LOST.search(message) is not None,
     )
 
 

@@ -11,15 +11,21 @@ from typing import TYPE_CHECKING
 from shardwise.environment import base_environment, rank_environment
 from shardwise.errors import LaunchError
 from shardwise.hardware import usable_cores
+from shardwise.launch.last_words import UNCAUGHT, last_words
 from shardwise.launch.policy import Decision, Restart, decide
 from shardwise.launch.starters import ForkStarter, Output, PlainStarter, Starter
 from shardwise.launch.supervise import Observer, Outcome, supervise
 from shardwise.launch.target import Program, Target
+from shardwise.run.exitcodes import describe_exit
+from shardwise.run.failure import read_failure
+from shardwise.run.variables import write_variables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from shardwise.launch.processes import RankProcess
     from shardwise.run import RunDirectory
+    from shardwise.run.failure import Failure
 
 LOOPBACK = "127.0.0.1"
 
@@ -60,9 +66,15 @@ def launch(
     *,
     observers: Sequence[Observer] = (),
     note: Callable[[str], None] = lambda _: None,
+    warm: ForkStarter | None = None,
 ) -> Launched:
-    """Run the target on all ranks, again after failures as the spec allows; nothing is left running after."""
-    with _starter(spec, note) as starter:
+    """Run the target on all ranks, again after failures as the spec allows; nothing is left running after.
+
+    `warm` is a fork parent that a warm server lent; without one, one is started.
+    """
+    environ = base_environment(local_world_size=spec.nproc, cores=usable_cores())
+    write_variables(run, environ)
+    with warm or _starter(spec, environ, note) as starter:
         restarts = 0
         while True:
             outcome = _attempt(spec, run, starter, restarts, observers)
@@ -79,21 +91,20 @@ def launch(
 
 
 @contextlib.contextmanager
-def _starter(spec: LaunchSpec, note: Callable[[str], None]) -> Iterator[Starter]:
+def _starter(spec: LaunchSpec, environ: Mapping[str, str], note: Callable[[str], None]) -> Iterator[Starter]:
     """Choose how ranks are started, and say so where it is not by fork."""
     if not sys.platform.startswith("linux"):
         yield PlainStarter()
         return
-    environ = base_environment(local_world_size=spec.nproc, cores=usable_cores())
     if spec.fork and not isinstance(spec.target, Program):
-        with ForkStarter(environ, spec.preload) as forking:
+        with ForkStarter.start(environ, spec.preload) as forking:
             refusal = forking.wait_until_ready()
             if not refusal:
                 yield forking
                 return
             note(f"ranks are started one by one, not forked: {refusal}")
     # Fresh processes are started by a fork parent too: it takes them along when this process is killed.
-    with ForkStarter(environ, (), fresh=True) as starting:
+    with ForkStarter.start(environ, (), fresh=True) as starting:
         starting.wait_until_ready()
         yield starting
 
@@ -128,9 +139,22 @@ def _attempt(
             out, err = spec.on_terminal[rank] if spec.on_terminal else (False, False)
             output = Output(stdout=None if out else run.stdout(rank), stderr=None if err else run.stderr(rank))
             ranks.append(starter.start_rank(rank, spec.target, environ, output=output, failure=run.error(rank)))
-        return supervise(ranks, failure_path=run.error, observers=observers, store=store, grace_s=spec.grace_s)
+
+        def lost() -> str:
+            return starter.lost or _describe_lost_store(store)
+
+        def failure_of(rank: int, returncode: int) -> Failure | None:
+            written = read_failure(run.error(rank))
+            return written or (last_words(run.stderr(rank), rank) if returncode == UNCAUGHT else None)
+
+        return supervise(ranks, failure_of=failure_of, observers=observers, lost=lost, grace_s=spec.grace_s)
     finally:
         store.end()
+
+
+def _describe_lost_store(store: RankProcess) -> str:
+    returncode = store.poll()
+    return "" if returncode is None else f"the store of this attempt ended with {describe_exit(returncode)}"
 
 
 @contextlib.contextmanager
