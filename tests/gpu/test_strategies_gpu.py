@@ -34,6 +34,7 @@ rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 results = {}
 with sw.world(backend="gloo", device="cuda:0", init_method=f"file://{store}", rank=rank, world_size=size) as world:
     for spec in sys.argv[4:]:
+        print(spec, file=sys.stderr, flush=True)
         name, *changes = spec.split("+")
         overrides = dict(change.split("=") for change in changes)
         plan = settle(name, batch_size=8, world_size=size, device=Device(), overrides=overrides)
@@ -50,6 +51,7 @@ with sw.world(backend="gloo", device="cuda:0", init_method=f"file://{store}", ra
 print(json.dumps(results))
 """
 
+# No pipelines: gloo sends no GPU tensors, and nccl wants a GPU per rank.
 EXACT = (
     "ddp",
     "zero1",
@@ -64,8 +66,6 @@ EXACT = (
     "zero2+offload.optimizer=cpu",
     "tp",
     "tp+sequence_parallel=true",
-    "pp+accumulation=4",
-    "pp+accumulation=4+pipeline.schedule=zbv",
 )
 CLOSE = (
     "ddp+precision=bf16",
@@ -73,7 +73,6 @@ CLOSE = (
     "ddp+precision=fp16",
     "zero3+precision=fp16",
     "tp+precision=bf16",
-    "pp+accumulation=4+precision=bf16",
     "ddp+communication.compression=bf16",
 )
 
@@ -82,16 +81,28 @@ def losses(tmp_path, size, specs):
     """Losses by plan, of `size` gloo ranks on one GPU."""
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(size), str(tmp_path / f"store{size}"), *specs],
+            [
+                sys.executable,
+                "-X",
+                "faulthandler",
+                "-c",
+                RANK,
+                str(rank),
+                str(size),
+                str(tmp_path / f"store{size}"),
+                *specs,
+            ],
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
         )
         for rank in range(size)
     ]
-    outputs = [rank.communicate(timeout=110)[0] for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks)
-    return json.loads(outputs[0].splitlines()[-1])
+    outputs = [rank.communicate(timeout=110) for rank in ranks]
+    for rank, (_, words) in zip(ranks, outputs, strict=True):
+        assert rank.returncode == 0, words[-3000:]
+    return json.loads(outputs[0][0].splitlines()[-1])
 
 
 def test_strategies_on_two_ranks_of_one_gpu_equal_one_process(tmp_path):

@@ -10,7 +10,17 @@ from shardwise.cli.main import VERBS, cli
 
 SURFACE = {
     "plan": [],
-    "verify": [],
+    "verify": [
+        "JOB",
+        "--plans",
+        "--steps",
+        "--nproc/--nproc-per-node",
+        "--precision",
+        "--shrink",
+        "--set",
+        "--json",
+        "--markdown",
+    ],
     "launch": [
         "--nproc-per-node/--nproc",
         "--max-restarts",

@@ -82,6 +82,9 @@ PLANS = [
     (2, "zero1", {"offload.optimizer": "cpu"}),
     (2, "zero2", {"offload.optimizer": "cpu"}),
     (2, "zero3", {"communication.prefetch": "2"}),
+    (2, "tp", {}),
+    (4, "shard2.tp2", {"accumulation": "2"}),
+    (4, "replicate2.tp2", {"sequence_parallel": "true"}),
 ]
 
 
@@ -115,6 +118,42 @@ def test_batch_statistics_move_once_when_a_block_is_recomputed():
         batch_size=4,
     )
     check_equal(job, 2, "zero3", {"recompute": "full"})
+
+
+def test_buffers_behind_the_layers_come_from_the_last_stage():
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            return x + torch.relu(self.linear(x))
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = torch.nn.Linear(6, 8)
+            self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
+            self.norm = torch.nn.BatchNorm1d(8)
+            self.head = torch.nn.Linear(8, 3)
+
+        def forward(self, x):
+            x = self.stem(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(self.norm(x))
+
+    class Points(torch.utils.data.Dataset):
+        def __len__(self):
+            return 24
+
+        def __getitem__(self, index):
+            return torch.randn(6, generator=torch.Generator().manual_seed(index)), index % 3
+
+    job = make_job(model=Net, data=lambda split: Points() if split == "train" else None, loss=sw.losses.cross_entropy)
+    one = run_ranks(trained, 1, job, "ddp", {"accumulation": "2"})[0][2]
+    two = run_ranks(trained, 2, job, "pp", {"accumulation": "2"})[0][2]
+    torch.testing.assert_close(two["norm.running_mean"], one["norm.running_mean"], rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero3"])

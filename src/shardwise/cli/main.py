@@ -15,7 +15,7 @@ from shardwise.run.exitcodes import BAD_INPUT, INTERRUPTED
 
 VERBS = {
     "plan": "What fits, what it costs, what to choose and why (not built yet).",
-    "verify": "Prove that a plan computes what one process computes (not built yet).",
+    "verify": "Prove that a plan computes what one process computes.",
     "launch": "Start any script on many processes, in place of torchrun.",
     "train": "Train a described job on one or many processes.",
     "watch": "Look at a run while it goes on (not built yet).",
@@ -23,7 +23,7 @@ VERBS = {
     "bench": "Measure collectives, overlap and scaling (not built yet).",
     "doctor": "Say what is wrong with a machine or a run (not built yet).",
 }
-BUILT = frozenset({"launch", "train"})
+BUILT = frozenset({"launch", "train", "verify"})
 
 
 class Verbs(click.Group):

@@ -88,7 +88,9 @@ class _SharedNorm(torch.autograd.Function):
         ctx: Any, value: Tensor, weight: Tensor, bias: Tensor, eps: float, rows: int, group: dist.ProcessGroup | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         mean, var, count = _statistics(value[:rows], group)
-        output = functional.batch_norm(value, mean, var, weight, bias, training=False, eps=eps)
+        # Sharded units may hand in weights of lower precision than the statistics; the operator wants one.
+        scale, shift = (None if part is None else part.to(mean.dtype) for part in (weight, bias))
+        output = functional.batch_norm(value, mean, var, scale, shift, training=False, eps=eps)
         ctx.save_for_backward(value, weight, mean, torch.rsqrt(var + eps), count)
         ctx.rows, ctx.group = rows, group
         ctx.mark_non_differentiable(mean, var, count)

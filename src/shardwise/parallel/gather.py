@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardwise.parallel.apply import stages_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from torch import nn
 
@@ -40,8 +40,20 @@ def full_values(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the model's state dict with whole tensors on the host of rank 0, {} elsewhere; on every rank."""
-    # The stages of a rank carry the names of the whole model, each its own.
-    return full_values(item for stage in stages_of(model) for item in stage.state_dict().items())
+    return full_values(
+        (name, value)
+        for stage in stages_of(model)
+        for name, value in stage.state_dict().items()
+        if name not in getattr(stage, "foreign_buffers", ())
+    )
+
+
+def own_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers whose values count on this rank: of stages, not those that belong to another."""
+    for stage in stages_of(model):
+        for name, buffer in stage.named_buffers():
+            if name not in getattr(stage, "foreign_buffers", ()):
+                yield name, buffer
 
 
 def _whole(value: DTensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.parallel.buckets import in_buckets
+from shardwise.parallel.collectives import gather_flat
 from shardwise.parallel.gradsync import local
 
 if TYPE_CHECKING:
@@ -142,8 +143,7 @@ def _gather_rows(pieces: Sequence[_Piece], group: dist.ProcessGroup) -> None:
         padded.append(nn.functional.pad(rows, (0, full - rows.numel())))
     mine = torch.cat(padded)
     everyone = mine.new_empty(size * mine.numel())
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # 2.13 renamed it
-    gather(everyone, mine, group=group)
+    gather_flat(everyone, mine, group)
     columns = everyone.view(size, -1).split([part.numel() for part in padded], dim=1)
     for piece, column in zip(pieces, columns, strict=True):
         whole = piece.parameter.detach()

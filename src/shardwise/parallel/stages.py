@@ -89,7 +89,7 @@ def check_stages(module: nn.Module, cut: StageCut, layers: str) -> None:
 
 
 def _owners(module: nn.Module, cut: StageCut, layers: str) -> dict[str, int]:
-    """Name the stage of every parameter, under every name it has."""
+    """Name the stage of every parameter and buffer, under every name it has."""
     keys = list(module.get_submodule(layers)._modules)  # noqa: SLF001 - a Sequential may have names for keys
     if len(keys) != cut.num_layers:
         raise JobError(f"{layers or 'the model'} has {len(keys)} layers, the pipeline is cut for {cut.num_layers}")
@@ -97,11 +97,14 @@ def _owners(module: nn.Module, cut: StageCut, layers: str) -> dict[str, int]:
     stages = {f"{prefix}{key}": cut.stage_of(index) for index, key in enumerate(keys)}
     owners: dict[str, int] = {}
     outside = 0
-    for name, _ in module.named_parameters(remove_duplicate=False):
-        layer = prefix + name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
-        if layer in stages:
-            outside = cut.num_stages - 1
-        owners[name] = stages.get(layer, outside)
+    for path, part in module.named_modules(remove_duplicate=False):
+        held = {**part._parameters, **part._buffers}  # noqa: SLF001 - in the order of the modules, both alike
+        for key in (key for key, tensor in held.items() if tensor is not None):
+            name = f"{path}.{key}" if path else key
+            layer = prefix + name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
+            if layer in stages:
+                outside = cut.num_stages - 1
+            owners[name] = stages.get(layer, outside)
     return owners
 
 
@@ -155,7 +158,8 @@ def _make_stage(
             part.__dict__[key] = fake(part._parameters.pop(key))  # noqa: SLF001
         if away and path:
             part.register_forward_pre_hook(lambda *_, path=path: gate.refuse_late(path))
-    return Stage(module, gate, index=index, num_stages=cut.num_stages)
+    foreign = frozenset(name for name, _ in module.named_buffers() if owners.get(name, index) != index)
+    return Stage(module, gate, index=index, num_stages=cut.num_stages, foreign_buffers=foreign)
 
 
 def _stub(layer: nn.Module, gate: Gate, number: int) -> nn.Module:
@@ -238,7 +242,10 @@ class Stage(nn.Module):
     outgoing: Structure | None = None
     """The same of what was sent last."""
 
-    def __init__(self, module: nn.Module, gate: Gate, *, index: int, num_stages: int) -> None:
+    def __init__(
+        self, module: nn.Module, gate: Gate, *, index: int, num_stages: int, foreign_buffers: frozenset[str]
+    ) -> None:
+        """`foreign_buffers` are those whose values count on another stage only."""
         self.__dict__["_user_module"] = module  # not as a child: its own children are shared instead
         training = module.training
         super().__init__()
@@ -247,6 +254,7 @@ class Stage(nn.Module):
         self._gate = gate
         self.index = index
         self.num_stages = num_stages
+        self.foreign_buffers = foreign_buffers
 
     @property
     def training(self) -> bool:

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from shardwise.errors import JobError, PlanError
+from shardwise.parallel.collectives import all_gathered, all_reduced, own_part, sum_scattered
 from shardwise.parallel.tensor_random import CutRandom, draws_masks
 from shardwise.parallel.tensor_rules import (
     block_patterns,
@@ -130,7 +131,8 @@ def _convert(
 class _Move(torch.autograd.Function):
     """Placement to placement, forward and backward.
 
-    DTensor's own autograd would do, but hands out views, which FSDP2 warns of when they leave a sharded module.
+    DTensor's own redistribution would do, but costs 0.1 ms of Python a call, hands out views, which FSDP2 warns of when
+    they leave a sharded module, and dies on gloo with CUDA tensors (torch 2.11).
     """
 
     @staticmethod
@@ -147,21 +149,24 @@ class _Move(torch.autograd.Function):
 
 def _move(x: Tensor, mesh: DeviceMesh, way: _Way, width: int | None) -> Tensor:
     source, target = way
+    group = mesh.get_group()
     if source == target:
         return x.view_as(x)
-    shape = None if width is None else torch.Size((*x.shape[:-1], width))
-    stride = None if shape is None else torch.empty(shape, device="meta").stride()
-    placed = DTensor.from_local(x.contiguous(), mesh, [source], run_check=False, shape=shape, stride=stride)
-    return placed.redistribute(placements=[target]).to_local()
+    if isinstance(source, Partial):
+        return sum_scattered(x, target.dim, group) if isinstance(target, Shard) else all_reduced(x, group)
+    if isinstance(source, Shard):
+        return all_gathered(x, source.dim, group, width)
+    return own_part(x, target.dim, group)  # type: ignore[attr-defined]
 
 
 def _local(parameter: Tensor | None, *, summed: bool = False) -> Tensor | None:
     """Return this rank's part of a parameter; `summed` when each rank's gradient is a share of a whole one."""
     if not isinstance(parameter, DTensor):
         return parameter
-    if summed:  # a redistribution to where it is: free forward, one all_reduce backward
-        return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-    return parameter.to_local(grad_placements=parameter.placements)
+    piece = parameter.to_local(grad_placements=parameter.placements)
+    if summed:  # free forward, one all_reduce backward
+        return _convert(piece, parameter.device_mesh, Replicate(), Replicate(), grad=Partial())
+    return piece
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str]) -> None:

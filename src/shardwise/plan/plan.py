@@ -24,7 +24,7 @@ class Precision:
 
     parameter: DType = "fp32"
     compute: DType = "fp32"
-    """Forward, loss and backward; below fp32 by autocast (replicated) or by casting shards (sharded)."""
+    """Forward, loss and backward; below fp32 by autocast, for which sharded weights are gathered in that dtype."""
     reduce: DType = "fp32"
     """Gradients while they are summed over ranks."""
     optimizer: DType = "fp32"

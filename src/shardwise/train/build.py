@@ -62,6 +62,10 @@ def build_step(
     """
     require_supported(plan)
     check_fit(job, plan, world)
+    if plan.layout.pp > 1 and world.backend == "gloo" and world.device.type == "cuda":
+        raise PlanError(
+            f"plan {plan.layout} has stages on GPUs, and gloo sends no GPU tensors", fix="use --backend nccl"
+        )
     place = find_place(plan.layout, world)
     blueprint = draw_up(job, plan, world)
     cut, model = _lay_out(job, blueprint, plan, place)
@@ -92,7 +96,7 @@ def build_step(
         ),
         sync=gradient_sync(model, plan, place),
         update=_make_update(job, plan, world, [parameter for _, parameter in trainable]),
-        autocast=_autocast(plan, world),
+        autocast=Autocast(device_type=world.device.type, dtype=LOWER.get(plan.precision.compute)),
         length=length,
         origin=blueprint.weights.words if blueprint.weights is not None else "",
         after_first_backward=_first_check(named, plan, feed_group, note),
@@ -158,12 +162,6 @@ def _make_update(job: Job, plan: Plan, world: World, parameters: list[nn.Paramet
         clip_norm=job.clip_norm,
         fp16=plan.precision.compute == "fp16",
     )
-
-
-def _autocast(plan: Plan, world: World) -> Autocast:
-    """Sharded units cast their parameters and inputs themselves; everything else computes under autocast."""
-    dtype = LOWER.get(plan.precision.compute) if plan.zero < 2 else None
-    return Autocast(device_type=world.device.type, dtype=dtype)
 
 
 def _first_check(

@@ -1,0 +1,103 @@
+"""`shardwise verify`: every plan on the user's own job, beside one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from shardwise.run.console import complain, say
+
+if TYPE_CHECKING:
+    from shardwise.verify import PlanVerdict, VerifyReport
+
+
+@click.command(
+    "verify", context_settings={"token_normalize_func": lambda token: token.replace("_", "-")}, no_args_is_help=True
+)
+@click.argument("job", metavar="JOB.py[:NAME]")
+@click.option(
+    "--plans",
+    default="all",
+    show_default=True,
+    help="all, or presets, products and .toml files, comma separated; zero3+recompute=full overrides a field.",
+)
+@click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Optimizer steps to compare.")
+@click.option(
+    "--nproc", "--nproc-per-node", "nproc", type=click.IntRange(min=1), default=4, show_default=True, help="CPU ranks."
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["fp64", "fp32"]),
+    default="fp64",
+    show_default=True,
+    help="fp64 for equality, fp32 against the measured noise.",
+)
+@click.option("--shrink", is_flag=True, help="Make the model small in width and depth, never in structure.")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a field of the job.")
+@click.option("--json", "as_json", is_flag=True, help="Write the report as JSON to standard output.")
+@click.option("--markdown", type=click.Path(path_type=Path, dir_okay=False), help="Write the table to this file.")
+def command(
+    *,
+    job: str,
+    plans: str,
+    steps: int,
+    nproc: int,
+    precision: str,
+    shrink: bool,
+    settings: tuple[str, ...],
+    as_json: bool,
+    markdown: Path | None,
+) -> int:
+    """Train the Job in JOB.py under each plan and in one process, and compare every number."""
+    from shardwise.environment import identify
+    from shardwise.errors import InputError
+    from shardwise.job import refer
+    from shardwise.job.overrides import parse_overrides
+    from shardwise.verify import verify
+    from shardwise.verify.plans import parse_plans
+    from shardwise.verify.report import markdown_table
+
+    me = identify()
+    if me.world_size > 1:
+        raise InputError(f"verify starts its own ranks, and {me.source} has started this one", fix="run it by itself")
+    if markdown is not None and not markdown.parent.is_dir():
+        raise InputError(f"--markdown {markdown} is in a folder that is not there", fix="make the folder first")
+    report = verify(
+        refer(job, parse_overrides(settings)),
+        None if plans == "all" else parse_plans(plans),
+        nproc=nproc,
+        steps=steps,
+        precision=precision,  # type: ignore[arg-type]  # one of the two choices above
+        shrink=shrink,
+        on_verdict=_tell,
+    )
+    if markdown is not None:
+        markdown.write_text(markdown_table([report]))
+    if as_json:
+        say(report.to_json())
+    else:
+        _show(report)
+    return report.exit_code
+
+
+def _tell(verdict: PlanVerdict) -> None:
+    """Say that a plan is done, while others are still to come."""
+    complain(f"{verdict.plan}: {verdict.status} ({verdict.seconds:.1f} s)")
+
+
+def _show(report: VerifyReport) -> None:
+    """Show the table, as wide as the terminal."""
+    import sys
+
+    from rich.console import Console
+
+    from shardwise.verify.report import report_table, summary_line
+
+    console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 140)
+    console.print(report_table(report))
+    console.print()
+    for note in report.notes:
+        say(f"note: {note}")
+    say(summary_line(report))

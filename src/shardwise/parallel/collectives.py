@@ -1,0 +1,52 @@
+"""Collectives on plain tensors: one name for what torch 2.13 renamed, and cuts along any dimension."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+
+def gather_flat(everyone: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `everyone` with the tensors of all ranks, one after the other; communicates over `group`."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(everyone, mine, group=group)
+
+
+def all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of all ranks' `x`; communicates over `group`."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def all_gathered(x: Tensor, dim: int, group: dist.ProcessGroup, length: int | None = None) -> Tensor:
+    """Join the parts of all ranks along `dim`, of which the last may be shorter; communicates over `group`.
+
+    `length` is that of the whole, where parts differ.
+    """
+    size = dist.get_world_size(group)
+    longest = x.shape[dim] if length is None else -(-length // size)
+    moved = x.movedim(dim, 0)
+    padded = functional.pad(moved, (*(0, 0) * (moved.ndim - 1), 0, longest - moved.shape[0])).contiguous()
+    everyone = padded.new_empty((size * longest, *padded.shape[1:]))
+    gather_flat(everyone, padded, group)
+    return everyone[: length or len(everyone)].movedim(0, dim).contiguous()
+
+
+def sum_scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Sum all ranks' `x` and return this rank's part along `dim`, which they divide; communicates over `group`."""
+    moved = x.movedim(dim, 0).contiguous()
+    part = moved.new_empty((moved.shape[0] // dist.get_world_size(group), *moved.shape[1:]))
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(part, moved, group=group)
+    return part.movedim(0, dim).contiguous()
+
+
+def own_part(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's part of a whole along `dim`, cut as torch.chunk does; no communication."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    longest = -(-x.shape[dim] // size)
+    first = min(x.shape[dim], rank * longest)
+    return x.narrow(dim, first, min(longest, x.shape[dim] - first)).contiguous()

@@ -1,0 +1,177 @@
+"""One training under watch: what every rank saw and made, written down for comparison."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from shardwise.parallel.batch_norm import batch_norms
+from shardwise.parallel.gather import full_values, own_buffers
+from shardwise.parallel.gradsync import local
+from shardwise.train.build import build_step
+from shardwise.verify.double import true_double
+from shardwise.verify.prepare import Preparation, prepare_job
+from shardwise.verify.values import Print, fingerprint, pieces, row_digests
+from shardwise.verify.variants import Variant, vary
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from shardwise.data.feed import StepBatch
+    from shardwise.plan import Plan
+    from shardwise.step.step import Step, StepReport
+    from shardwise.world import World
+
+Prints = dict[str, Print]
+
+
+class Traced(msgspec.Struct, kw_only=True):
+    """What one rank saw and made; whole tensors are in the folder, see `grads_file` and its neighbours."""
+
+    rank: int
+    losses: list[float] = msgspec.field(default_factory=list)
+    """This rank's share of the mean loss, by step."""
+    norms: list[float | None] = msgspec.field(default_factory=list)
+    rows: list[list[str]] = msgspec.field(default_factory=list)
+    """A digest of every real row this rank read, by step."""
+    gradients: list[Prints] = msgspec.field(default_factory=list)
+    """Prints of this rank's pieces after the sum over ranks and before clipping, by step."""
+    parameters: list[Prints] = msgspec.field(default_factory=list)
+    """Prints of this rank's pieces before the first step, then after each."""
+    buffers: Prints = msgspec.field(default_factory=dict)
+    """Prints after the last step."""
+    held: int = 0
+    """Elements of parameters on this rank."""
+    optimized: int = 0
+    """Elements that this rank's optimizer keeps states for."""
+    has_batch_norm: bool = False
+    loss_dtype: str = ""
+    draws_random: bool = False
+    """Whether a step moved the random generator although dropout is off."""
+    imported: list[str] = msgspec.field(default_factory=list)
+    """Modules that the training imported."""
+
+
+def values_file(folder: Path, step: int) -> Path:
+    """Whole parameters and buffers before `step`; the number of steps names those after the last."""
+    return folder / f"values-{step}.pt"
+
+
+def grads_file(folder: Path, step: int) -> Path:
+    """Whole gradients of `step`."""
+    return folder / f"grads-{step}.pt"
+
+
+def local_file(folder: Path, rank: int) -> Path:
+    """What one rank had in the step that was looked at closely: its gradients and micro-batches."""
+    return folder / f"local-{rank}.pt"
+
+
+def trace(
+    world: World,
+    preparation: Preparation,
+    plan: Plan,
+    folder: Path,
+    *,
+    variant: Variant | None = None,
+    close_up: int | None = None,
+) -> Traced:
+    """Train under `plan` and write down what happens; communicates over the world, on every rank.
+
+    Rank 0 writes whole tensors into `folder`; of step `close_up` every rank also writes its own.
+    """
+    there = set(sys.modules)
+    with true_double() if plan.precision.compute == "fp64" else nullcontext():
+        seen = _train(world, preparation, plan, folder, variant, close_up)
+    return msgspec.structs.replace(seen, imported=sorted(set(sys.modules) - there))
+
+
+def _train(  # noqa: PLR0917 - positions of one private caller
+    world: World, preparation: Preparation, plan: Plan, folder: Path, variant: Variant | None, close_up: int | None
+) -> Traced:
+    job = prepare_job(preparation)
+    step = build_step(job, plan, world, before_update=lambda: watch.gradients())  # noqa: PLW0108 - there is no watch yet
+    watch = _Watch(world, step, folder, close_up)
+    if variant is not None:
+        variant.perturb(step)
+    watch.values()
+    for batch in step.feed if variant is None else vary(step.feed, variant):
+        watch.before(batch)
+        watch.after(step(batch))
+    return watch.seen
+
+
+class _Watch:
+    """Looks on during one training."""
+
+    def __init__(self, world: World, step: Step, folder: Path, close_up: int | None) -> None:
+        self.seen = Traced(
+            rank=world.rank,
+            held=_elements(parameter for _, parameter in step.named_parameters()),
+            optimized=_elements(each for group in step.optimizer.param_groups for each in group["params"]),
+            has_batch_norm=bool(batch_norms(step.model)),
+        )
+        self._world = world
+        self._step = step
+        self._folder = folder
+        self._close_up = close_up
+        self._batch: StepBatch | None = None
+        self._generator = torch.get_rng_state()
+
+    @property
+    def _number(self) -> int:
+        return len(self.seen.losses)
+
+    def before(self, batch: StepBatch) -> None:
+        """Note what is read."""
+        self._batch = batch
+        self.seen.rows.append(row_digests(batch))
+        self._generator = torch.get_rng_state()
+
+    def gradients(self) -> None:
+        """Note the gradients; communicates over the world."""
+        named = [(name, p.grad) for name, p in self._step.named_parameters() if p.grad is not None]
+        self.seen.gradients.append(_prints(named))
+        self._write(grads_file(self._folder, self._number), full_values(named))
+        if self._number == self._close_up and self._batch is not None:
+            micro_batches = [(each.batch, each.rows, each.filled) for each in self._batch.micro_batches]
+            own = {name: value.clone() for name, value in pieces(named).items()}
+            torch.save({"gradients": own, "micro_batches": micro_batches}, local_file(self._folder, self._world.rank))
+
+    def after(self, report: StepReport) -> None:
+        """Note what the step made; communicates over the world when the step is looked at closely."""
+        self.seen.draws_random |= not torch.equal(self._generator, torch.get_rng_state())
+        self.seen.losses.append(float(report.loss_share))
+        self.seen.loss_dtype = str(report.loss_sum.dtype).removeprefix("torch.")
+        self.seen.norms.append(None if report.grad_norm is None else float(report.grad_norm))
+        self.values()
+
+    def values(self) -> None:
+        """Note parameters; write them whole at the start, the end and around the close-up. Communicates."""
+        parameters = list(self._step.named_parameters())
+        self.seen.parameters.append(_prints(parameters))
+        number = self._number
+        if number in {0, self._step.length.num_steps, self._close_up}:
+            buffers = list(own_buffers(self._step.model))
+            self.seen.buffers = _prints(buffers)
+            whole = {"parameters": full_values(parameters), "buffers": full_values(buffers)}
+            self._write(values_file(self._folder, number), whole)
+
+    def _write(self, path: Path, values: Any) -> None:
+        if self._world.is_main:
+            torch.save(values, path)
+
+
+def _prints(named: Iterable[tuple[str, Tensor]]) -> Prints:
+    return {key: fingerprint(value) for key, value in pieces(named).items()}
+
+
+def _elements(tensors: Iterable[Tensor]) -> int:
+    return sum(local(tensor).numel() for tensor in tensors)

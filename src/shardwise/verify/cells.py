@@ -1,0 +1,69 @@
+"""The gradient of one step, taken apart: by micro-batch and, for shared parameters, by module."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardwise.data.rows import cut_output, cut_rows
+from shardwise.verify.evidence import Cell
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+
+    from shardwise.job import Job
+
+    Raw = tuple[Any, int, int]
+    """(batch, real rows, filled rows)."""
+
+
+def take_apart(job: Job, model: nn.Module, readers: Sequence[Sequence[Raw]]) -> list[list[Cell]]:
+    """Return what every micro-batch of every reader contributes, at the weights of `model`."""
+    return [[_cell(job, model, raw) for raw in micro_batches] for micro_batches in readers]
+
+
+def _cell(job: Job, model: nn.Module, raw: Raw) -> Cell:
+    batch, rows, filled = raw
+    model.zero_grad(set_to_none=True)
+    if not rows:
+        return Cell(gradients={}, count=0)
+    output = job.forward(model, batch)
+    if rows < filled and job.loss.by_row:
+        output, batch = cut_output(output, rows, filled), cut_rows(batch, rows, filled)
+    job.loss.sum(output, batch).backward()
+    gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    return Cell(gradients=gradients, count=job.loss.count_of(batch, rows))
+
+
+def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return, of every parameter that several modules share, its name and its other names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {first: tuple(others) for first, *others in names.values() if others}
+
+
+def by_module(job: Job, model: nn.Module, readers: Sequence[Sequence[Raw]]) -> dict[str, list[Tensor]]:
+    """Return the step's gradient of every shared parameter, by the module that used it; unties `model`."""
+    tied = tied_names(model)
+    for others in tied.values():
+        for name in others:
+            owner, _, attribute = name.rpartition(".")
+            module = model.get_submodule(owner)
+            setattr(module, attribute, nn.Parameter(getattr(module, attribute).detach().clone()))
+    if not tied:
+        return {}
+    cells = [cell for row in take_apart(job, model, readers) for cell in row]
+    count = max(1, sum(cell.count for cell in cells))
+    return {first: list(_shares([first, *others], cells, count)) for first, others in tied.items()}
+
+
+def _shares(names: Sequence[str], cells: Sequence[Cell], count: int) -> Iterable[Tensor]:
+    for name in names:
+        parts = [cell.gradients[name] for cell in cells if name in cell.gradients]
+        if parts:
+            yield torch.stack(parts).sum(0) / count

@@ -1,0 +1,185 @@
+"""Two trainings side by side: every value in the order of training, and where they part."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from shardwise.verify.capture import Prints, Traced, grads_file, values_file
+from shardwise.verify.report import Gap, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from shardwise.layout import Layout
+
+EXACT = 1e-9
+"""Largest relative difference in fp64: rounding ends up near 1e-13, real differences near 1e-3."""
+NOISE = 4.0
+"""How many noise floors fp32 may be away: floors are a maximum over a few trials, not over all."""
+SMALL = 1e-3
+"""Tensors below this share of the largest one are measured against it: a gradient that is zero but for rounding
+(the bias of attention keys) has no scale of its own."""
+KINDS: tuple[Kind, ...] = ("initial value", "loss", "gradient", "gradient norm", "parameter", "buffer")
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """How far two trainings are apart."""
+
+    worst: Gap
+    """Of all values the one farthest in terms of its limit."""
+    first: Gap | None
+    """The largest gap at the first moment at which any is beyond its limit."""
+    deviating: tuple[str, ...]
+    """Names beyond the limit at that moment."""
+    largest: dict[Kind, float]
+    """Largest relative gap by kind."""
+
+
+def compare(
+    observed: Sequence[Traced],
+    expected: Traced,
+    *,
+    folder: Path,
+    expected_folder: Path,
+    layout: Layout,
+    limits: Mapping[Kind, float],
+) -> Comparison:
+    """Compare a plan's ranks with one process; reads whole tensors from both folders."""
+    worst: Gap | None = None
+    first: list[Gap] = []
+    largest: dict[Kind, float] = {}
+    for gaps in _moments(observed, expected, folder, expected_folder, layout, limits):
+        for gap in gaps:
+            worst = gap if worst is None or gap.beyond > worst.beyond else worst
+            largest[gap.kind] = max(largest.get(gap.kind, 0.0), gap.relative)
+        first = first or [gap for gap in gaps if gap.beyond > 1]
+    assert worst is not None, "a training has at least one loss"  # noqa: S101 - only we can break it
+    return Comparison(
+        worst=worst,
+        first=max(first, key=lambda gap: gap.relative, default=None),
+        deviating=tuple(dict.fromkeys(gap.name for gap in first)),
+        largest=largest,
+    )
+
+
+def losses_of(traced: Sequence[Traced], layout: Layout) -> list[float]:
+    """Return the mean loss of every step, from the ranks that tell it."""
+    shares = [each.losses for each in traced if layout.tells_loss(each.rank)]
+    return [sum(step) for step in zip(*shares, strict=True)]
+
+
+def _moments(  # noqa: PLR0917 - positions of one private caller
+    observed: Sequence[Traced],
+    expected: Traced,
+    folder: Path,
+    expected_folder: Path,
+    layout: Layout,
+    limits: Mapping[Kind, float],
+) -> Iterator[list[Gap]]:
+    """Yield the gaps of each moment, in the order of training."""
+    steps = len(expected.losses)
+    start, expected_start = _values(folder, 0), _values(expected_folder, 0)
+    yield _tensor_gaps("initial value", None, start, expected_start, limits)
+    yield _rank_gaps("initial value", None, [each.parameters[0] for each in observed], layout, limits)
+    losses = losses_of(observed, layout)
+    for step in range(steps):
+        yield [_number_gap("loss", step, losses[step], expected.losses[step], limits)]
+        found, wanted = _load(grads_file(folder, step)), _load(grads_file(expected_folder, step))
+        yield _tensor_gaps("gradient", step, found, wanted, limits)
+        yield _rank_gaps("gradient", step, [each.gradients[step] for each in observed], layout, limits)
+        norms = [(each.rank, each.norms[step]) for each in observed]
+        yield [
+            _number_gap("gradient norm", step, norm, expected.norms[step], limits, f"rank {rank} and one process")
+            for rank, norm in norms
+            if norm is not None and expected.norms[step] is not None
+        ]
+        yield _rank_gaps("parameter", step, [each.parameters[step + 1] for each in observed], layout, limits)
+    for kind in ("parameter", "buffer"):
+        found, wanted = (_load(values_file(each, steps))[f"{kind}s"] for each in (folder, expected_folder))
+        yield _tensor_gaps(kind, None, found, wanted, limits)
+    yield _rank_gaps("buffer", None, [each.buffers for each in observed], layout, limits)
+
+
+def _load(path: Path) -> Any:
+    return torch.load(path, weights_only=True, mmap=True)
+
+
+def _values(folder: Path, step: int) -> dict[str, Tensor]:
+    values = _load(values_file(folder, step))
+    return {**values["parameters"], **values["buffers"]}
+
+
+def relative_gaps(observed: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return by name the largest difference over the largest value; infinite where one side lacks it or is NaN."""
+    overall = max((_top(value) for value in expected.values()), default=0.0)
+    gaps = {name: math.inf for name in observed if name not in expected}
+    for name, wanted in expected.items():
+        found = observed.get(name)
+        if found is None or found.shape != wanted.shape:
+            gaps[name] = math.inf
+            continue
+        scale = max(_top(wanted), SMALL * overall)
+        gaps[name] = _ratio(_top(found.double() - wanted.double()), scale)
+    return gaps
+
+
+def _top(value: Tensor) -> float:
+    return float(value.double().abs().max()) if value.numel() else 0.0
+
+
+def _ratio(difference: float, scale: float) -> float:
+    if math.isnan(difference) or math.isnan(scale):
+        return math.inf
+    return difference / scale if scale else math.inf if difference else 0.0
+
+
+def _tensor_gaps(
+    kind: Kind,
+    step: int | None,
+    observed: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    limits: Mapping[Kind, float],
+) -> list[Gap]:
+    gaps = relative_gaps(observed, expected)
+    return [
+        Gap(kind=kind, name=name, step=step, relative=relative, limit=limits[kind]) for name, relative in gaps.items()
+    ]
+
+
+def _rank_gaps(
+    kind: Kind, step: int | None, prints: Sequence[Prints], layout: Layout, limits: Mapping[Kind, float]
+) -> list[Gap]:
+    """Compare ranks that hold the same piece; not across stages, which may keep buffers of others unused."""
+    overall = max((norm for each in prints for _, norm in each.values()), default=0.0)
+    gaps = []
+    for one, other in combinations(range(len(prints)), 2):
+        if layout.coordinate(one).pp != layout.coordinate(other).pp:
+            continue
+        for key in prints[one].keys() & prints[other].keys():
+            (print_, norm), (other_print, other_norm) = prints[one][key], prints[other][key]
+            relative = _ratio(abs(print_ - other_print), max(norm, other_norm, SMALL * overall))
+            between = f"ranks {one} and {other}"
+            gaps.append(Gap(kind=kind, name=key, step=step, relative=relative, limit=limits[kind], between=between))
+    return gaps
+
+
+def _number_gap(  # noqa: PLR0917 - positions of private callers
+    kind: Kind,
+    step: int,
+    observed: float | None,
+    expected: float | None,
+    limits: Mapping[Kind, float],
+    between: str = "the plan and one process",
+) -> Gap:
+    assert observed is not None  # noqa: S101 - callers pass over what was not measured
+    assert expected is not None  # noqa: S101
+    relative = _ratio(abs(observed - expected), abs(expected))
+    return Gap(kind=kind, name="", step=step, relative=relative, limit=limits[kind], between=between)

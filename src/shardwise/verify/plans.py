@@ -1,0 +1,119 @@
+"""Which plans are verified: the list behind "all", and plans as they are typed: SPEC+KEY=VALUE+..."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Literal
+
+from shardwise.errors import InputError
+from shardwise.job.overrides import parse_overrides
+from shardwise.plan import Device, Plan, Precision, settle
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Exact = Literal["fp64", "fp32"]
+
+SCHEDULES = ("gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
+
+BANDS = {"powersgd": 0.15, "batch_norm": 0.15, "bf16": 0.03, "fp16": 0.03}
+"""Largest relative distance of a step's loss, by what changes the arithmetic. A low-rank gradient or the statistics
+of half a batch are other numbers from the first step on; 8 bits of mantissa are rounding."""
+
+
+def all_plans(nproc: int) -> list[str]:
+    """Return every plan that makes sense on this many ranks, as one would type it."""
+    plans = [
+        "ddp",
+        "ddp+accumulation=2",
+        "ddp+accumulation=5",
+        "ddp+accumulation=2+gradient_sync=every",
+        "zero1",
+        "zero2",
+        "zero3",
+        "zero3+accumulation=2",
+        "zero3+accumulation=2+gradient_sync=every",
+    ]
+    if nproc >= 4 and nproc % 2 == 0:
+        plans.append("hsdp")
+    plans += ["tp", "tp+sequence_parallel=true", *_pipelines(nproc), *_products(nproc)]
+    plans += [
+        "ddp+recompute=full",
+        "ddp+recompute=selective",
+        "zero3+recompute=full",
+        "zero3+offload.parameters=cpu+offload.optimizer=cpu",
+        "zero3+compile=blocks",
+        "ddp+precision=bf16",
+        "zero3+precision=bf16",
+        "ddp+precision=fp16",
+        "ddp+communication.compression=bf16",
+        "ddp+communication.compression=fp16",
+        "ddp+communication.compression=powersgd",
+    ]
+    return plans
+
+
+def _pipelines(nproc: int) -> Iterator[str]:
+    """Yield one pipeline per schedule; with twice as many micro-batches as stages, every schedule overlaps."""
+    for schedule in SCHEDULES:
+        yield f"pp+accumulation={2 * nproc}+pipeline.schedule={schedule}"
+
+
+def _products(nproc: int) -> list[str]:
+    if nproc % 4:
+        return []
+    rest = nproc // 2
+    hybrids = [
+        f"pp2.shard{rest}+accumulation=4",
+        f"pp2.replicate{rest}+accumulation=4",
+        f"pp2.replicate{rest}+accumulation=4+pipeline.schedule=zbv",
+        f"pp2.tp{rest}+accumulation=4",
+        f"shard2.tp{rest}",
+        f"replicate2.tp{rest}",
+    ]
+    if nproc % 8 == 0:
+        hybrids.append(f"pp2.shard{nproc // 4}.tp2+accumulation=4")
+    return hybrids
+
+
+def parse_plans(text: str) -> list[str]:
+    """Split what was typed after --plans; refuses an empty list and a plan named twice."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise InputError(f"--plans {text!r} names no plan", fix="write --plans all, or --plans ddp,zero3")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise InputError(f"--plans names {twice[0]} twice", fix="name each plan once")
+    return names
+
+
+def settle_plan(text: str, *, batch_size: int, nproc: int) -> Plan:
+    """Settle SPEC+KEY=VALUE+... for a batch on this many CPU ranks."""
+    spec, *settings = text.split("+")
+    overrides = parse_overrides(settings)
+    return settle(spec, batch_size=batch_size, world_size=nproc, device=Device(), overrides=overrides)
+
+
+def one_process(batch_size: int, *, dtype: Exact, accumulation: int = 1) -> Plan:
+    """Return the plan of the process that others are compared with."""
+    plan = Plan.preset("ddp", 1, batch_size=batch_size, accumulation=accumulation)
+    return in_precision(plan, dtype)
+
+
+def in_precision(plan: Plan, dtype: Exact) -> Plan:
+    """Return the plan with everything held and computed in one dtype."""
+    precision = Precision(parameter=dtype, compute=dtype, reduce=dtype, optimizer=dtype)
+    return dataclasses.replace(plan, precision=precision)
+
+
+def changed_numbers(plan: Plan, *, has_batch_norm: bool) -> dict[str, float]:
+    """Return what in a plan changes the arithmetic, in words, each with its loss band; empty for an exact plan."""
+    changes = {}
+    if plan.precision.compute in BANDS:
+        changes[f"computes in {plan.precision.compute}"] = BANDS[plan.precision.compute]
+    if plan.communication.compression != "none" and plan.layout.dp > 1:
+        compression = plan.communication.compression
+        changes[f"compresses gradients by {compression}"] = BANDS[compression]
+    if plan.batch_norm == "local" and has_batch_norm and plan.layout.dp > 1:
+        changes["normalises each rank's rows by themselves"] = BANDS["batch_norm"]
+    return changes

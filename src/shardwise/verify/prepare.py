@@ -1,0 +1,126 @@
+"""The job as verify trains it: a few steps, no dropout, and if asked small in width and depth."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from torch import nn
+
+from shardwise.errors import JobError
+from shardwise.job import Job, JobReference, load_job
+from shardwise.models import Decoder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_MOST_LAYERS = 8
+"""Enough for four pipeline ranks with two stages each."""
+_HEAD_WIDTH = 8
+_MOST_GROUPS = 4
+"""Heads of keys and values that stay: enough to cut over four tensor ranks."""
+
+
+class Preparation(msgspec.Struct, frozen=True, kw_only=True):
+    """What every rank does to the job before it trains it."""
+
+    reference: JobReference
+    steps: int
+    shrink: bool = False
+    dropout: bool = False
+    """Whether dropout stays on, for a look at its masks."""
+
+
+def prepare_job(preparation: Preparation) -> Job:
+    """Load the job and make it what verify trains; called on every rank."""
+    job = load_job(preparation.reference)
+
+    def model() -> nn.Module:
+        made = shrunk(job.model) if preparation.shrink else job.model()
+        if not preparation.dropout:
+            for module, name in dropouts(made):
+                setattr(module, name, 0.0)
+        return made
+
+    return dataclasses.replace(
+        job,
+        model=model,
+        steps=preparation.steps,
+        epochs=None,
+        tokens=None,
+        on_step=None,
+        metrics={},
+        weights=None if preparation.shrink else job.weights,
+    )
+
+
+def dropouts(model: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Yield (owner, attribute) of every probability of dropping something, in modules and transformers configs."""
+    owners: dict[int, Any] = {}
+    for module in model.modules():
+        owners[id(module)] = module
+        config = getattr(module, "config", None)
+        if hasattr(config, "to_dict"):
+            owners.setdefault(id(config), config)
+    for owner in owners.values():
+        for name, value in list(vars(owner).items()):
+            named = "drop" in name or (name == "p" and isinstance(owner, nn.modules.dropout._DropoutNd))  # noqa: SLF001 - no public base
+            if named and isinstance(value, float) and value > 0:
+                yield owner, name
+
+
+def shrunk(make: Any) -> nn.Module:
+    """Return a fresh model of the same structure, small in width and depth, from the config of the large one."""
+    with torch.device("meta"):
+        large = make()
+    config = getattr(large, "config", None)
+    if isinstance(large, Decoder):
+        return Decoder(_small_decoder(large.config))
+    if hasattr(config, "to_dict") and hasattr(config, "num_hidden_layers") and hasattr(config, "hidden_size"):
+        return type(large)(_small_transformer(config))  # type: ignore[no-any-return]
+    raise JobError(
+        f"--shrink knows no config of {type(large).__name__} to make it small by",
+        fix="leave --shrink out, or give the job a small model",
+    )
+
+
+def _small_decoder(config: Any) -> Any:
+    groups = min(config.kv_heads, _MOST_GROUPS)
+    heads = config.num_heads // config.kv_heads * groups
+    return dataclasses.replace(
+        config,
+        num_layers=min(config.num_layers, _MOST_LAYERS),
+        num_heads=heads,
+        num_kv_heads=groups,
+        width=heads * _HEAD_WIDTH,
+        mlp_width=max(1, config.hidden_width // config.width) * heads * _HEAD_WIDTH,
+    )
+
+
+def _small_transformer(config: Any) -> Any:
+    """Set what a transformers config has of these names; its attribute map turns them into its own."""
+    small = type(config)(**config.to_dict())
+    per_group = config.num_attention_heads // (
+        getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    )
+    groups = min(config.num_attention_heads // per_group, _MOST_GROUPS)
+    heads = groups * per_group
+    width = heads * _HEAD_WIDTH
+    values = {
+        "num_hidden_layers": min(config.num_hidden_layers, _MOST_LAYERS),
+        "num_decoder_layers": min(getattr(config, "num_decoder_layers", None) or _MOST_LAYERS, _MOST_LAYERS),
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "hidden_size": width,
+        "head_dim": _HEAD_WIDTH,
+        "d_kv": _HEAD_WIDTH,
+        "intermediate_size": 2 * width,
+        "d_ff": 2 * width,
+        "n_inner": 2 * width,
+    }
+    for name, value in values.items():
+        if getattr(config, name, None) is not None:
+            setattr(small, name, value)
+    return small

@@ -1,0 +1,70 @@
+"""What a rank's tensors are, made small enough to compare across ranks: fingerprints, digests, pieces."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwise.data.rows import tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+
+    from shardwise.data.feed import StepBatch
+
+Print = tuple[float, float]
+"""A projection of a tensor on a fixed pattern, and its norm: equal for equal tensors, as good as never for others."""
+
+_PATTERN = 97
+
+
+def fingerprint(value: Tensor) -> Print:
+    """Project a tensor; the difference of two prints is about the norm of the difference of the tensors."""
+    flat = value.detach().to("cpu", torch.float64).flatten()
+    pattern = (torch.arange(len(flat)) * 31 % _PATTERN - _PATTERN // 2).double() / (_PATTERN / 4)
+    return float(flat @ pattern), float(flat.norm())
+
+
+def pieces(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return this rank's own part of each tensor; ranks that hold the same part give it the same key."""
+    parts = {}
+    for name, tensor in named:
+        if isinstance(tensor, DTensor):
+            parts[name + _cut(tensor)] = tensor.to_local().detach()
+        else:
+            parts[name] = tensor.detach()
+    return parts
+
+
+def _cut(tensor: DTensor) -> str:
+    """Where on each axis that cuts the tensor this rank stands, such as " [tp 1]"."""
+    mesh = tensor.device_mesh
+    coordinate: Sequence[int] = mesh.get_coordinate() or ()
+    names = mesh.mesh_dim_names or [str(number) for number in range(mesh.ndim)]
+    parts = [
+        f"{name} {place}"
+        for name, place, placement in zip(names, coordinate, tensor.placements, strict=True)
+        if not placement.is_replicate()
+    ]
+    return f" [{', '.join(parts)}]" if parts else ""
+
+
+def row_digests(batch: StepBatch) -> list[str]:
+    """Return a digest of every real row of a step, in order."""
+    digests = []
+    for micro_batch in batch.micro_batches:
+        parts = [t for t in tensors(micro_batch.batch) if t.ndim and t.shape[0] == micro_batch.filled]
+        digests += [_digest(part[row] for part in parts) for row in range(micro_batch.rows)]
+    return digests
+
+
+def _digest(values: Iterable[Any]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for value in values:
+        digest.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

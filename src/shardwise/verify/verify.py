@@ -1,0 +1,186 @@
+"""Verifying a job: one process, then each plan beside it, and a verdict on each."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from shardwise.errors import InputError
+from shardwise.job import load_job
+from shardwise.launch import run_forked
+from shardwise.parallel.support import require_supported
+from shardwise.verify.bench import Bench, Record
+from shardwise.verify.compare import losses_of
+from shardwise.verify.investigate import Case, investigate
+from shardwise.verify.masks import judge_masks, watch_masks
+from shardwise.verify.plans import Exact, all_plans, changed_numbers, in_precision, settle_plan
+from shardwise.verify.prepare import Preparation
+from shardwise.verify.ranks import on_ranks, preload
+from shardwise.verify.report import Finding, Gap, PlanVerdict, VerifyReport
+from shardwise.verify.variants import Variant
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from shardwise.job import JobReference
+    from shardwise.plan import Plan
+    from shardwise.verify.capture import Traced
+
+_MEASURES = {"fp64": "every value equal to 1e-09 in fp64", "fp32": "every value within 4 noise floors in fp32"}
+_NOTES = ("every dropout is set to 0",)
+
+
+def verify(
+    reference: JobReference,
+    plans: Sequence[str] | None = None,
+    *,
+    nproc: int,
+    steps: int = 3,
+    precision: Exact = "fp64",
+    shrink: bool = False,
+    timeout_s: float = 600.0,
+    on_verdict: Callable[[PlanVerdict], None] = lambda _: None,
+) -> VerifyReport:
+    """Train the job under each plan from the same weights and data as one process, and compare all numbers.
+
+    `plans` are written as SPEC+KEY=VALUE; None is every plan of `all_plans`, where one that does not fit the job is
+    no failure. Each plan trains on `nproc` forked CPU ranks; this process runs no tensor operation.
+    """
+    preload()
+    # In a fork: a job file may run tensor operations when it is loaded, and this process must stay fit to be forked.
+    batch_size: int = run_forked(lambda _: load_job(reference).batch_size, 1, timeout_s=timeout_s)[0]
+    names = all_plans(nproc) if plans is None else list(plans)
+    if plans is not None:
+        for name in names:
+            require_supported(settle_plan(name, batch_size=batch_size, nproc=nproc))  # before any process starts
+    preparation = Preparation(reference=reference, steps=steps, shrink=shrink)
+    verdicts = []
+    with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as folder:
+        bench = Bench(preparation=preparation, batch_size=batch_size, folder=Path(folder), timeout_s=timeout_s)
+        preload(bench.one(precision).traced[0].imported)
+        for name in names:
+            began = time.perf_counter()
+            verdict = _judge(bench, name, nproc, precision)
+            if plans is None and verdict.status == "refused":
+                verdict = msgspec.structs.replace(verdict, status="does not apply")
+            verdicts.append(msgspec.structs.replace(verdict, seconds=time.perf_counter() - began))
+            on_verdict(verdicts[-1])
+    return VerifyReport(
+        job=reference.name, nproc=nproc, steps=steps, precision=precision, notes=_NOTES, verdicts=tuple(verdicts)
+    )
+
+
+def _judge(bench: Bench, name: str, nproc: int, precision: Exact) -> PlanVerdict:
+    """Train one plan and give a verdict; whatever a rank raises is part of it."""
+    try:
+        plan = settle_plan(name, batch_size=bench.batch_size, nproc=nproc)
+        changes = changed_numbers(plan, has_batch_norm=bench.one(precision).traced[0].has_batch_norm)
+        if changes:
+            return _judge_by_band(bench, name, plan, changes)
+        return _judge_by_value(bench, name, in_precision(plan, precision), precision)
+    except InputError as error:
+        return PlanVerdict(plan=name, status="refused", reason=str(error))
+    except Exception as error:  # noqa: BLE001 - a plan that crashes has failed, and the others are still to be seen
+        return PlanVerdict(plan=name, status="failed", reason=_crash_words(error))
+
+
+def _crash_words(error: Exception) -> str:
+    """Say in one line what a rank raised and where."""
+    said = (str(error).strip().splitlines() or [""])[0]
+    lines = [line.strip() for note in getattr(error, "__notes__", []) for line in note.splitlines()]
+    frames = [line for line in lines if line.startswith("File ")]
+    ours = [line for line in frames if "site-packages" not in line]
+    places = ours or frames or [line for line in lines if line.startswith("last words")]
+    return f"a rank raised {type(error).__name__}: {said}" + (f" ({places[-1]})" if places else "")
+
+
+def _judge_by_value(bench: Bench, name: str, plan: Plan, precision: Exact) -> PlanVerdict:
+    """Compare every value, and look for the cause when one is off."""
+    variant = _twin(bench, plan, precision)
+    record = bench.run(plan)
+    comparison = bench.compare(record, bench.one(precision, variant), bench.limits(precision))
+    if comparison.first is None:
+        findings = [*not_applied(plan, record.traced), *_mask_findings(bench, plan)]
+    else:
+        case = Case(plan=plan, precision=precision, twin=variant, record=record, comparison=comparison)
+        findings = investigate(bench, case)
+    record.discard()
+    return PlanVerdict(
+        plan=name,
+        status="failed" if findings else "passed",
+        measure=_MEASURES[precision],
+        worst=comparison.worst,
+        first=comparison.first,
+        findings=tuple(findings),
+    )
+
+
+def _mask_findings(bench: Bench, plan: Plan) -> list[Finding]:
+    """Look at dropout masks, which are off while numbers are compared, where ranks share one activation."""
+    if plan.layout.tp == 1:
+        return []
+    masks = on_ranks(
+        lambda world: watch_masks(world, bench.preparation, plan), plan.layout.world_size, timeout_s=bench.timeout_s
+    )
+    finding = judge_masks(masks, plan.layout)
+    return [] if finding is None else [finding]
+
+
+def not_applied(plan: Plan, traced: Sequence[Traced]) -> list[Finding]:
+    """Name the axes that were to cut the model and did not: whole copies give equal numbers and save nothing."""
+    cutting = ["pp", "tp", *(["shard"] if plan.zero >= 2 else [])]
+    whole = [axis for axis in cutting for group in plan.layout.groups(axis)[:1] if _all_alike(traced, group)]
+    findings = [
+        Finding(
+            cause="plan not applied",
+            evidence=f"{axis} is {getattr(plan.layout, axis)}, but the ranks along it all hold the same parameters",
+        )
+        for axis in whole
+    ]
+    if plan.zero == 1 and any(each.optimized >= each.held for each in traced):
+        findings.append(Finding(cause="plan not applied", evidence="zero is 1, but the optimizer keeps all its states"))
+    return findings
+
+
+def _all_alike(traced: Sequence[Traced], ranks: Sequence[int]) -> bool:
+    return len(ranks) > 1 and len({tuple(traced[rank].parameters[0]) for rank in ranks}) == 1
+
+
+def _twin(bench: Bench, plan: Plan, precision: Exact) -> Variant:
+    """Return how one process must group its rows to be comparable: batch statistics belong to a micro-batch."""
+    has_batch_norm = bench.one(precision).traced[0].has_batch_norm
+    if has_batch_norm and plan.accumulation > 1:
+        return Variant(readers=plan.layout.dp, accumulation=plan.accumulation)
+    return Variant()
+
+
+def _judge_by_band(bench: Bench, name: str, plan: Plan, changes: dict[str, float]) -> PlanVerdict:
+    """Compare losses alone: other arithmetic gives other gradients."""
+    # PowerSGD sends plain gradients for its first ten steps, and proves nothing in those.
+    steps = max(bench.preparation.steps, 14) if plan.communication.compression == "powersgd" else None
+    expected = bench.one("fp32", _twin(bench, plan, "fp32"), steps=steps)
+    record = bench.run(plan, steps=steps)
+    band = sum(changes.values())
+    gaps = _loss_gaps(record, expected, band)
+    worst = max(gaps, key=lambda gap: gap.relative)
+    first = next((gap for gap in gaps if not gap.relative <= band), None)
+    record.discard()
+    return PlanVerdict(
+        plan=name,
+        status="passed" if first is None else "failed",
+        measure=f"losses within {band:.0%} of fp32, since it {' and '.join(changes)}",
+        worst=worst,
+        first=first,
+    )
+
+
+def _loss_gaps(record: Record, expected: Record, band: float) -> list[Gap]:
+    pairs = zip(losses_of(record.traced, record.layout), expected.traced[0].losses, strict=True)
+    return [
+        Gap(kind="loss", name="", step=step, relative=abs(found - wanted) / abs(wanted), limit=band)
+        for step, (found, wanted) in enumerate(pairs)
+    ]

@@ -1,0 +1,105 @@
+"""Jobs small enough to be verified in a fraction of a second, with counts that differ between rows."""
+
+import os
+
+import torch
+from torch.utils.data import Dataset
+
+import shardwise as sw
+
+
+class Tokens(Dataset):
+    def __len__(self):
+        return 101
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(0, 32, (9,), generator=generator)
+        return tokens[:-1], tokens[1:].masked_fill(torch.arange(8) > index % 8, -100)
+
+
+class Points(Dataset):
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        point = torch.randn(6, generator=torch.Generator().manual_seed(index))
+        return point, torch.tensor(index % 3)
+
+
+def decoder(**changes):
+    size = {"vocab_size": 32, "width": 16, "num_layers": 2, "num_heads": 4, "context": 8}
+    fields = {
+        "model": lambda: sw.models.decoder("gpt2-tiny", **size),
+        "data": lambda split: Tokens() if split == "train" else None,
+        "loss": sw.losses.token_cross_entropy,
+    }
+    return make(**{**fields, **changes})
+
+
+def points(model, **changes):
+    return make(
+        model=model,
+        data=lambda split: Points() if split == "train" else None,
+        loss=sw.losses.cross_entropy,
+        **changes,
+    )
+
+
+def make(**fields):
+    return sw.Job(**{"optimizer": sw.adamw(lr=1e-2), "clip_norm": 0.1, "batch_size": 40, "steps": 3, **fields})
+
+
+def normed():
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+
+
+class Noisy(torch.nn.Linear):
+    """Draws random numbers that no dropout attribute stops."""
+
+    def forward(self, x):
+        return super().forward(torch.nn.functional.dropout(x, 0.5))
+
+
+class Restless(torch.nn.Linear):
+    """Gives other numbers each time it is run, whatever the seed."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 + torch.rand((), generator=torch.Generator().manual_seed(fresh_seed())))
+
+
+def fresh_seed():
+    return int.from_bytes(os.urandom(4))
+
+
+job = decoder()
+untied = decoder(
+    model=lambda: sw.models.decoder(
+        "llama-tiny", vocab_size=32, width=16, num_layers=4, num_heads=4, num_kv_heads=2, mlp_width=32, context=8
+    )
+)
+batch_norm = points(normed)
+noisy = points(lambda: Noisy(6, 3))
+restless = points(lambda: Restless(6, 3))
+with_dropout = points(lambda: torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 3)))
+
+
+broken = points(lambda: torch.nn.Linear(7, 3))
+
+
+class DroppingBlock(torch.nn.Module):
+    """Drops hidden units, which tensor parallelism cuts, and outputs, which it does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(6, 8), torch.nn.Linear(8, 6)
+        self.inner, self.outer = torch.nn.Dropout(0.5), torch.nn.Dropout(0.5)
+
+    def forward(self, x):
+        return x + self.outer(self.down(self.inner(torch.relu(self.up(x)))))
+
+
+tensor_dropout = points(
+    lambda: torch.nn.Sequential(DroppingBlock(), DroppingBlock(), torch.nn.Linear(6, 3)),
+    tensor_rules={"0.up": "column", "0.down": "row", "1.up": "column", "1.down": "row"},
+)

@@ -1,0 +1,193 @@
+"""Hypotheses over made-up evidence: each names its own bug and stays silent about others'."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from shardwise.layout import Layout
+from shardwise.plan import Plan
+from shardwise.verify.capture import Traced
+from shardwise.verify.compare import Comparison
+from shardwise.verify.diagnose import diagnose
+from shardwise.verify.evidence import Cell, Evidence
+from shardwise.verify.masks import Mask, judge_masks
+from shardwise.verify.report import Gap
+
+COUNTS = [[3, 5], [7, 1]]
+"""By reader and micro-batch."""
+
+
+def tensor(seed):
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def gap(kind="gradient", name="w", step=0):
+    return Gap(kind=kind, name=name, step=step, relative=0.1, limit=1e-9)
+
+
+def traced(rank):
+    prints = {"w": (1.0, 2.0), "v": (3.0, 4.0)}
+    return Traced(
+        rank=rank,
+        losses=[1.0, 1.0],
+        norms=[2.0, 2.0],
+        rows=[[f"{rank}"], [f"{rank}"]],
+        gradients=[prints, prints],
+        parameters=[prints] * 3,
+        buffers={"b": (1.0, 1.0)},
+    )
+
+
+def evidence(**changes):
+    """Two readers with two micro-batches each, whose gradient is right unless changed."""
+    cells = [
+        [
+            Cell(gradients={"w": tensor(10 * r + a), "v": tensor(100 + 10 * r + a)}, count=count)
+            for a, count in enumerate(row)
+        ]
+        for r, row in enumerate(COUNTS)
+    ]
+    total = sum(map(sum, COUNTS))
+    wanted = {name: sum(cell.gradients[name] for row in cells for cell in row) / total for name in ("w", "v")}
+    weights = {"w": tensor(1), "v": tensor(2)}
+    fields = {
+        "plan": dataclasses.replace(Plan.preset("ddp", 2, batch_size=8), accumulation=2, micro_batch=2),
+        "comparison": Comparison(worst=gap(), first=gap(), deviating=("w",), largest={}),
+        "tolerance": 1e-9,
+        "step": 0,
+        "traced": [traced(0), traced(1)],
+        "again": [traced(0), traced(1)],
+        "expected": Traced(rank=0, rows=[["0", "1"]] * 2, norms=[2.0, 2.0], buffers={"b": (1.0, 1.0)}),
+        "start": weights,
+        "expected_start": weights,
+        "before": weights,
+        "expected_before": weights,
+        "gradients": wanted,
+        "expected_gradients": wanted,
+        "locals": [wanted, wanted],
+        "micro_batches": 2,
+        "cells": cells,
+    }
+    return Evidence(**{**fields, **changes})
+
+
+def with_gradient(**values):
+    base = evidence()
+    gradients = {**base.gradients, **values}
+    return evidence(gradients=gradients, locals=[gradients, gradients])
+
+
+def cause(given):
+    (finding,) = diagnose(given)
+    return finding.cause
+
+
+def test_a_gradient_that_nothing_explains_has_an_unknown_cause_and_says_what_was_ruled_out():
+    (finding,) = diagnose(with_gradient(w=tensor(77)))
+    assert finding.cause == "unknown cause"
+    assert "initial weights and batches are equal" in finding.evidence
+    assert (finding.parameter, finding.step) == ("w", 0)
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5, 65536.0, 3.7])
+def test_one_factor_on_everything_is_double_scaling(factor):
+    base = evidence()
+    given = with_gradient(**{name: value * factor for name, value in base.gradients.items()})
+    (finding,) = diagnose(given)
+    assert finding.cause == "double loss scaling"
+    assert f"{factor:.6g} times" in finding.evidence
+    assert ("the number of readers" in finding.evidence) == (factor in (2.0, 0.5))
+
+
+def test_a_parameter_without_gradient_is_named():
+    base = evidence()
+    gradients = {"w": base.gradients["w"] * 2}
+    (finding,) = diagnose(evidence(gradients=gradients, locals=[gradients, gradients]))
+    assert (finding.cause, finding.parameter) == ("no gradient", "v")
+
+
+def test_one_factor_on_one_parameter_is_not():
+    assert cause(with_gradient(w=evidence().gradients["w"] * 2)) == "unknown cause"
+
+
+def test_a_skipped_micro_batch_is_found_with_either_divisor():
+    cells = [row[0] for row in evidence().cells]
+    for divisor in (3 + 7, 3 + 5 + 7 + 1):
+        given = with_gradient(**{name: sum(c.gradients[name] for c in cells) / divisor for name in ("w", "v")})
+        assert cause(given) == "skipped last micro-batch"
+
+
+def test_means_of_means_are_told_apart():
+    rows = evidence().cells
+    by_rank = {n: sum(sum(c.gradients[n] for c in row) / sum(c.count for c in row) for row in rows) / 2 for n in "wv"}
+    columns = list(zip(*rows, strict=True))
+    by_place = {
+        n: sum(sum(c.gradients[n] for c in col) / sum(c.count for c in col) for col in columns) / 2 for n in "wv"
+    }
+    by_cell = {n: sum(c.gradients[n] / c.count for row in rows for c in row) / 4 for n in "wv"}
+    for gradient, words in ((by_rank, "over ranks"), (by_place, "over micro-batches,"), (by_cell, "of all ranks")):
+        (finding,) = diagnose(with_gradient(**gradient))
+        assert finding.cause == "mean of means"
+        assert words in finding.evidence
+
+
+def test_ranks_that_together_have_the_gradient_miss_an_all_reduce():
+    right = evidence().gradients
+    share = tensor(5)
+    own = [{**right, "v": share}, {**right, "v": 2 * right["v"] - share}]
+    (finding,) = diagnose(evidence(gradients=own[0], locals=own))
+    assert (finding.cause, finding.parameter) == ("missing all-reduce", "v")
+
+
+def test_ranks_that_simply_differ_do_not():
+    right = evidence().gradients
+    own = [{**right, "v": tensor(5)}, {**right, "v": tensor(6)}]
+    assert cause(evidence(gradients=own[0], locals=own)) == "unknown cause"
+
+
+def test_one_use_of_a_tied_weight_in_the_wrong_place():
+    right, embed = evidence().gradients["w"], tensor(9)
+    head = right - embed
+    base = with_gradient(w=embed + head.roll(4, 0))
+    given = dataclasses.replace(base, uses={"w": [embed, head]}, tied={"w": ("head.weight",)})
+    (finding,) = diagnose(given)
+    assert (finding.cause, finding.parameter) == ("wrong shard of a tied weight", "w")
+    assert "head.weight" in finding.evidence
+
+
+def test_weights_that_part_before_the_step_are_a_matter_of_the_update():
+    first = gap(kind="loss", name="", step=1)
+    weights = {"w": tensor(1) + 1e-3, "v": tensor(2)}
+    comparison = Comparison(worst=first, first=first, deviating=("",), largest={})
+    (finding,) = diagnose(evidence(before=weights, step=1, comparison=comparison))
+    assert (finding.cause, finding.parameter, finding.step) == ("different updates", "w", 0)
+
+
+def masks(rank, *, same_mask, same_input):
+    return [
+        Mask(
+            place="blocks.0.drop",
+            given=(1.0, 1.0) if same_input else (float(rank), 1.0),
+            dropped="same" if same_mask else f"rank {rank}",
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("same_input", "same_mask", "words"),
+    [
+        (False, True, "equal dropout seeds across tensor-parallel ranks"),
+        (True, False, "different dropout seeds outside the cut region"),
+    ],
+)
+def test_masks_must_differ_inside_the_cut_region_and_agree_outside(same_input, same_mask, words):
+    by_rank = [masks(rank, same_mask=same_mask, same_input=same_input) for rank in range(2)]
+    finding = judge_masks(by_rank, Layout(tp=2))
+    assert (finding.cause, finding.parameter, finding.ranks) == (words, "blocks.0.drop", (0, 1))
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_sound_masks_are_not_accused(same):
+    by_rank = [masks(rank, same_mask=same, same_input=same) for rank in range(2)]
+    assert judge_masks(by_rank, Layout(tp=2)) is None

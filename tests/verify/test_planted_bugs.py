@@ -1,0 +1,206 @@
+"""Bugs planted for real in forked ranks: verify names each, with rank, parameter and step."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.data import feed, slices
+from shardwise.job import refer
+from shardwise.parallel import apply, norm, stage_plan
+from shardwise.parallel.batch_norm import BatchNorm
+from shardwise.parallel.tensor_random import CutRandom
+from shardwise.step import plain, update
+from shardwise.verify import verify
+
+JOBS = Path(__file__).parent / "jobs.py"
+
+
+def verdict_on(plan, job="job", nproc=2, **options):
+    report = verify(refer(f"{JOBS}:{job}", {}), [plan], nproc=nproc, **options)
+    (verdict,) = report.verdicts
+    return verdict
+
+
+def finding_on(plan, **options):
+    verdict = verdict_on(plan, **options)
+    assert verdict.status == "failed", verdict
+    (finding,) = verdict.findings
+    return finding
+
+
+def is_spread():
+    return dist.get_world_size() > 1
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """Replace a method in this process; forked ranks inherit it, one process is spared."""
+
+    def plant(owner, name, bug):
+        right = getattr(owner, name)
+
+        def planted(*args, **kwargs):
+            return bug(right, *args, **kwargs) if is_spread() else right(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, planted)
+
+    return plant
+
+
+def test_mean_of_means_over_ranks(plant):
+    def own_count(right, pending):
+        step = right(pending)
+        own = sum(int((each.batch[-1][: each.rows] != -100).sum()) for each in step.micro_batches)
+        return feed.StepBatch(step.micro_batches, own * dist.get_world_size(), step.samples, step.cursor)
+
+    plant(feed._Pending, "finish", own_count)
+    finding = finding_on("ddp+accumulation=2")
+    assert finding.cause == "mean of means"
+    assert "average over ranks" in finding.evidence
+    assert finding.step == 0
+
+
+def test_mean_of_means_over_micro_batches(plant):
+    def own_mean(right, self, micro_batch, weight):
+        count = int((micro_batch.batch[-1][: micro_batch.rows] != -100).sum())
+        return right(self, micro_batch, 1 / 2 / count)  # DDP averages over the ranks, the two micro-batches we do
+
+    plant(plain.PlainStep, "_backward", own_mean)
+    finding = finding_on("ddp+accumulation=2")
+    assert finding.cause == "mean of means"
+    assert "micro-batches of all ranks" in finding.evidence
+
+
+def test_missing_all_reduce_on_one_parameter(plant):
+    def leave_one_out(right, module, *args):
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["blocks.1.mlp.up.weight"])
+        return right(module, *args)
+
+    plant(apply, "replicate", leave_one_out)
+    finding = finding_on("ddp")
+    assert finding.cause == "missing all-reduce"
+    assert finding.parameter == "blocks.1.mlp.up.weight"
+    assert finding.step == 1  # all gradients of the first step are summed by hand, after a look at them
+    assert finding.ranks == (0, 1)
+
+
+def test_double_loss_scaling(plant):
+    plant(update.NormedUpdate, "scale", lambda right, self, loss: right(self, loss) * dist.get_world_size())
+    finding = finding_on("zero3")
+    assert finding.cause == "double loss scaling"
+    assert "2 times" in finding.evidence
+    assert "the number of readers" in finding.evidence
+
+
+def test_wrong_shard_of_a_tied_weight(monkeypatch):
+    def swap(module, plan, place, blueprint):
+        weight = module.embed.weight
+        if isinstance(weight, DTensor):
+            rows = weight.full_tensor().roll(len(weight) // 2, 0).chunk(2)[place.rank]
+            weight.to_local().data.copy_(rows)
+        return module
+
+    monkeypatch.setattr(apply, "TRANSFORMS", (*apply.TRANSFORMS, swap))
+    finding = finding_on("zero3")
+    assert finding.cause == "wrong shard of a tied weight"
+    assert finding.parameter == "embed.weight"
+    assert "head.weight" in finding.evidence
+    assert "1 at 0, 0 at 1" in finding.evidence
+
+
+def test_stale_buffers(plant):
+    plant(BatchNorm, "_track", lambda right, self, *stats: right(self, *stats) if dist.get_rank() == 0 else None)
+    finding = finding_on("ddp", job="batch_norm")
+    assert finding.cause == "stale buffers"
+    assert finding.ranks == (1,)
+    assert finding.parameter.startswith("1.")
+
+
+def test_skipped_last_micro_batch(plant):
+    plant(plain.PlainStep, "_accumulate", lambda right, self, batches, weight: right(self, batches[:-1], weight))
+    finding = finding_on("ddp+accumulation=5")
+    assert finding.cause == "skipped last micro-batch"
+    assert finding.step == 0
+
+
+def test_last_micro_batch_that_the_feed_forgot(plant):
+    def forget(right, pending):
+        step = right(pending)
+        return feed.StepBatch(step.micro_batches[:-1], step.denominator, step.samples, step.cursor)
+
+    plant(feed._Pending, "finish", forget)
+    assert finding_on("ddp+accumulation=5").cause == "skipped last micro-batch"
+
+
+def test_unsynced_norm_clipping(plant):
+    def own_norm(right, self):
+        self._group = None
+        return right(self)
+
+    plant(norm.GradNorm, "__call__", own_norm)
+    finding = finding_on("zero3")
+    assert finding.cause == "un-synced norm clipping"
+    assert finding.step == 0
+    assert finding.ranks == (0, 1)
+
+
+def test_equal_dropout_seeds_across_tensor_parallel_ranks(plant):
+    plant(CutRandom, "enter", lambda right, self: None)
+    finding = finding_on("tp", job="tensor_dropout")
+    assert finding.cause == "equal dropout seeds across tensor-parallel ranks"
+    assert finding.parameter == "0.inner"
+    assert finding.ranks == (0, 1)
+
+
+def test_different_dropout_seeds_outside_the_cut_region(plant):
+    plant(CutRandom, "leave", lambda right, self: None)
+    finding = finding_on("tp", job="tensor_dropout")
+    assert finding.cause == "different dropout seeds outside the cut region"
+
+
+def test_sound_dropout_masks_are_not_accused():
+    assert verdict_on("tp", job="tensor_dropout").status == "passed"
+
+
+def test_ranks_that_read_the_same_rows(plant):
+    def first_reader(right, self, step):
+        return right(slices.Slices(**{**vars(self), "reader": 0}), step)
+
+    plant(slices.Slices, "places", first_reader)
+    finding = finding_on("ddp", steps=3)
+    assert finding.cause == "other batches"
+    assert finding.step == 2  # the short step, whose rows are dealt out by places
+    assert "read by no rank" in finding.evidence
+
+
+def test_other_initial_weights(monkeypatch):
+    def disturb(module, plan, place, blueprint):
+        if place.rank == 1:
+            with torch.no_grad():
+                module.module.head.weight[3, 2] += 1e-3
+        return module
+
+    monkeypatch.setattr(apply, "TRANSFORMS", (*apply.TRANSFORMS, disturb))
+    finding = finding_on("ddp")
+    assert finding.cause == "other initial weights"
+    assert finding.parameter == "embed.weight"
+
+
+def test_a_combination_that_trains_wrongly_without_an_error_is_caught(monkeypatch):
+    monkeypatch.setattr(stage_plan, "SPLIT_BACKWARD", ())  # else it is refused before any process starts
+    plan = "pp2.shard2+accumulation=4+pipeline.schedule=interleaved_zero_bubble"
+    assert verdict_on(plan, job="untied", nproc=4).status == "failed"
+
+
+def test_random_numbers_that_no_switch_stops():
+    finding = finding_on("ddp", job="noisy")
+    assert finding.cause == "random numbers"
+
+
+def test_non_deterministic_operation():
+    finding = finding_on("ddp", job="restless")
+    assert finding.cause == "non-deterministic operation"

@@ -1,0 +1,64 @@
+"""The job as verify trains it: no dropout anywhere, and small in width and depth if asked."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.errors import JobError
+from shardwise.job import refer
+from shardwise.verify.prepare import Preparation, dropouts, prepare_job, shrunk
+
+JOBS = Path(__file__).parent / "jobs.py"
+
+
+def test_dropout_is_off_unless_asked_for():
+    preparation = Preparation(reference=refer(f"{JOBS}:with_dropout", {}), steps=2)
+    job = prepare_job(preparation)
+    assert job.steps == 2
+    assert job.model()[1].p == 0
+    kept = prepare_job(Preparation(reference=preparation.reference, steps=2, dropout=True))
+    assert kept.model()[1].p == 0.5
+
+
+def test_dropout_of_transformers_is_found_in_modules_and_configs():
+    pytest.importorskip("transformers")
+    model = sw.models.byt5("byt5-tiny")
+    names = {name for _, name in dropouts(model)}
+    assert {"p", "dropout_rate"} <= names
+    for owner, name in dropouts(model):
+        setattr(owner, name, 0.0)
+    assert list(dropouts(model)) == []
+
+
+def test_dropout_of_attention_and_recurrent_layers_is_found():
+    model = torch.nn.ModuleList(
+        [torch.nn.MultiheadAttention(8, 2, dropout=0.1), torch.nn.LSTM(4, 4, num_layers=2, dropout=0.2)]
+    )
+    assert sorted(getattr(owner, name) for owner, name in dropouts(model)) == [0.1, 0.2]
+
+
+def test_a_shrunk_decoder_keeps_its_structure():
+    small = shrunk(lambda: sw.models.decoder("llama3-8b")).config
+    assert (small.family, small.vocab_size, small.context, small.rope_base) == ("llama", 128_256, 8192, 500_000.0)
+    assert small.num_heads // small.kv_heads == 4
+    assert (small.num_layers, small.width) == (8, 128)
+
+
+def test_a_shrunk_transformer_keeps_its_structure():
+    pytest.importorskip("transformers")
+    small = shrunk(lambda: sw.models.byt5("byt5-small"))
+    assert (small.config.num_layers, small.config.num_decoder_layers, small.config.feed_forward_proj) == (
+        8,
+        4,
+        "gated-gelu",
+    )
+    assert sum(p.numel() for p in small.parameters()) < 1_000_000
+    ids = torch.randint(3, 200, (2, 5))
+    assert small(input_ids=ids, labels=ids).loss.isfinite()
+
+
+def test_a_model_without_config_cannot_be_shrunk():
+    with pytest.raises(JobError, match="knows no config of Linear"):
+        shrunk(lambda: torch.nn.Linear(2, 2))

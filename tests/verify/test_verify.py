@@ -1,0 +1,96 @@
+"""Verdicts: passed, failed, refused, does not apply; in fp64, in fp32 and by loss band."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shardwise.errors import InputError, TrainingError
+from shardwise.job import refer
+from shardwise.parallel import apply
+from shardwise.verify import VerifyReport, verify
+from shardwise.verify.report import markdown_table, report_table, summary_line
+
+JOBS = Path(__file__).parent / "jobs.py"
+
+
+def report_on(plans, job="job", nproc=2, **options):
+    return verify(refer(f"{JOBS}:{job}", {}), plans, nproc=nproc, **options)
+
+
+def test_sound_plans_pass_and_nobody_is_accused():
+    report = report_on(["ddp", "ddp+accumulation=2", "zero1", "zero2", "zero3"])
+    assert report.exit_code == 0
+    for verdict in report.verdicts:
+        assert (verdict.status, verdict.findings, verdict.first) == ("passed", (), None)
+        assert verdict.worst.relative < 1e-11
+
+
+def test_batch_norm_is_compared_with_one_process_that_groups_its_rows_alike():
+    report = report_on(["ddp", "ddp+accumulation=5"], job="batch_norm")
+    assert [verdict.status for verdict in report.verdicts] == ["passed", "passed"]
+
+
+def test_fp32_stays_within_the_measured_noise():
+    (verdict,) = report_on(["ddp"], precision="fp32").verdicts
+    assert verdict.status == "passed"
+    assert "noise" in verdict.measure
+    assert 1e-8 < verdict.worst.relative < verdict.worst.limit < 1e-3
+
+
+def test_a_plan_that_changes_numbers_is_judged_by_a_band():
+    (verdict,) = report_on(["ddp+precision=bf16"]).verdicts
+    assert verdict.status == "passed"
+    assert verdict.measure.startswith("losses within 3%")
+    assert 1e-6 < verdict.worst.relative < 0.03
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [("ddp+accumulation=7", "does not divide"), ("zero3+communication.compression=bf16", "compresses DDP's buckets")],
+)
+def test_a_plan_named_that_can_never_be_is_refused_before_any_process_starts(plan, words):
+    with pytest.raises(InputError, match=words):
+        report_on(["ddp", plan])
+
+
+def test_a_plan_named_that_does_not_fit_the_job_is_refused():
+    report = report_on(["tp"], job="batch_norm")
+    (verdict,) = report.verdicts
+    assert verdict.status == "refused"
+    assert "no rules for tensor parallelism" in verdict.reason
+    assert report.exit_code == 2
+
+
+def test_a_plan_that_was_not_applied_fails_although_its_numbers_are_right(monkeypatch):
+    monkeypatch.setattr(apply, "tensor_parallel", lambda module, *_, **__: module)
+    (verdict,) = report_on(["tp"]).verdicts
+    assert (verdict.status, verdict.first) == ("failed", None)
+    assert verdict.findings[0].cause == "plan not applied"
+    assert "tp is 2" in verdict.findings[0].evidence
+
+
+def test_a_rank_that_dies_fails_its_plan_and_the_next_is_still_seen(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(apply, "shard_unit", broken)
+    report = report_on(["zero3", "ddp"])
+    assert [verdict.status for verdict in report.verdicts] == ["failed", "passed"]
+    assert "RuntimeError: no such thing" in report.verdicts[0].reason
+    assert "test_verify.py" in report.verdicts[0].reason
+    assert report.exit_code == 3
+
+
+def test_a_job_that_one_process_cannot_train_is_said_so():
+    with pytest.raises(TrainingError, match="one process cannot train the job"):
+        report_on(["ddp"], job="broken")
+
+
+def test_report_survives_json_and_has_its_tables():
+    report = report_on(["ddp"])
+    assert msgspec.json.decode(report.to_json(), type=VerifyReport) == report
+    assert report_table(report).row_count == 1
+    assert summary_line(report) == "jobs: 1 passed; 3 steps on 2 ranks beside one process"
+    assert markdown_table([report]).splitlines()[0] == "| plan | jobs x 2 |"
+    assert markdown_table([report]).splitlines()[2].startswith("| `ddp` | ")
