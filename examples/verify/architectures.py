@@ -2,6 +2,7 @@
 
 import transformers
 from torch import randn
+from torch.nn.functional import cross_entropy
 from torch.random import fork_rng, manual_seed
 from torch.utils.data import Dataset
 from windows import COUNT, Gaps, Windows
@@ -42,18 +43,29 @@ def tokens_of(batch):
 
 
 def next_tokens_of(batch):
-    return (batch["labels"][:, 1:] != -100).sum()  # causal models shift their labels by one
+    return (batch["labels"][:, 1:] != -100).sum()
 
 
-def rows_of(batch):
-    return len(batch["labels"])
+# These models can compute their own mean loss. From logits, row by row, short batches can be filled as well, which
+# pipelines need: all their micro-batches have one shape.
+def logits_of(model, batch):
+    return model(**{name: value for name, value in batch.items() if name != "labels"}).logits
 
 
-def make_job(model, dataset, count):
+def next_token_sum(logits, batch):
+    return cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+
+
+def class_sum(logits, batch):
+    return cross_entropy(logits, batch["labels"], reduction="sum")
+
+
+def make_job(model, dataset, loss, **fields):
     return sw.Job(
         model=model,
         data=lambda split: dataset() if split == "train" else None,
-        loss=sw.losses.returned_by_model(count),
+        loss=loss,
+        **fields,
         optimizer=sw.adamw(lr=1e-2),
         clip_norm=0.5,
         batch_size=40,
@@ -95,8 +107,8 @@ def make_vit():
     return transformers.ViTForImageClassification(config)
 
 
-bert = make_job(make_bert, Masked, tokens_of)
-gpt2 = make_job(make_gpt2, Masked, next_tokens_of)
-llama = make_job(make_llama, Masked, next_tokens_of)
-t5 = make_job(make_t5, lambda: Gaps(16), tokens_of)
-vit = make_job(make_vit, Images, rows_of)
+bert = make_job(make_bert, Masked, sw.losses.returned_by_model(tokens_of))
+gpt2 = make_job(make_gpt2, Masked, sw.Loss(sum=next_token_sum, count=next_tokens_of), forward=logits_of)
+llama = make_job(make_llama, Masked, sw.Loss(sum=next_token_sum, count=next_tokens_of), forward=logits_of)
+t5 = make_job(make_t5, lambda: Gaps(16), sw.losses.returned_by_model(tokens_of))
+vit = make_job(make_vit, Images, sw.Loss(sum=class_sum), forward=logits_of)

@@ -28,6 +28,11 @@ class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Where the launcher had each value of the plan from."""
     backend: str | None = None
     device: str | None = None
+    save_every: int = 0
+    """Optimizer steps between checkpoints; 0 saves only when asked to stop."""
+    keep: int = 3
+    resume: str = "auto"
+    """What a run without checkpoints of its own goes on from."""
 
 
 def main() -> int:
@@ -61,7 +66,19 @@ def _train(order: WorkerOrder, run: RunDirectory, timeline: Timeline) -> None:
     timeline.mark("job")
     with world(backend=order.backend, device=order.device) as here:
         timeline.mark("world")
-        train(job, plan, here, run=run, show_progress=False, timeline=timeline)
+        # A restart finds what the attempt before it saved.
+        resume = "auto" if run.checkpoints.exists() else order.resume
+        train(
+            job,
+            plan,
+            here,
+            run=run,
+            show_progress=False,
+            timeline=timeline,
+            save_every=order.save_every,
+            keep=order.keep,
+            resume=resume,
+        )
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from shardwise.models import decoder
 from shardwise.models.sizes import DecoderConfig
 from shardwise.parallel.blocks import find_blocks
 from shardwise.parallel.gradsync import NoSync
+from shardwise.parallel.optimizer import Optimized
 from shardwise.parallel.place import Place
 from shardwise.parallel.recompute import recompute_block
 from shardwise.parallel.stage_plan import check_pipeline, cut_layers
@@ -106,7 +107,9 @@ def on_a_rank(world, *, make, plan, steps, job, prepare, autocast):
     for stage in stages if prepare is not None else ():
         prepare(stage)
     parts = StepParts(
-        optimizer=torch.optim.AdamW([p for stage in stages for p in stage.parameters()], lr=1e-2),
+        optimized=Optimized(
+            optimizer=torch.optim.AdamW([p for stage in stages for p in stage.parameters()], lr=1e-2), named=[]
+        ),
         feed=None,
         sync=NoSync(),
         update=Moved(),

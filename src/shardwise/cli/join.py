@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.cli.summary import summarise
 from shardwise.errors import InputError, JobError, ShardwiseError
@@ -29,6 +29,7 @@ def train_in_world(
     plan_overrides: Mapping[str, str],
     *,
     run_dir: Path | None,
+    saving: Mapping[str, Any],
     backend: str | None,
     device: str | None,
 ) -> None:
@@ -54,7 +55,7 @@ def train_in_world(
         _compare_jobs(here, reference)
         plan, run = _from_main(here, prepare)
         try:
-            train(job, plan, here, run=run)
+            train(job, plan, here, run=run, **saving)
         except Exception as error:
             if here.is_main and isinstance(error, InputError) and not run.has_trained:
                 run.remove()

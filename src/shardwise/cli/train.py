@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 import click
 
 from shardwise.cli.summary import summarise
-from shardwise.errors import LaunchError
+from shardwise.errors import InputError, LaunchError
 from shardwise.run.console import complain
-from shardwise.run.exitcodes import BAD_INPUT, DONE, INTERRUPTED, JOB_FAILED
+from shardwise.run.exitcodes import BAD_INPUT, DONE, INTERRUPTED, JOB_FAILED, PREEMPTED
 
 PRELOAD = ("torch", "torch._dynamo")
 """What every rank would import: torch, and what the first DDP brings in (800 modules, 1.5 s)."""
 
 if TYPE_CHECKING:
     from shardwise.job import Job, JobReference
-    from shardwise.launch import Outcome
+    from shardwise.launch import Launched
     from shardwise.plan import Device, Plan
     from shardwise.run import RunDirectory
 
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 @click.option("--plan", "plan_spec", default="auto", show_default=True, help="auto, preset, product or .toml file.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a field of the job or the plan.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Where to write the run (default: runs/NAME-TIME).")
+@click.option("--save-every", type=click.IntRange(min=0), default=0, help="Steps between checkpoints (0: at a stop).")
+@click.option("--keep", type=click.IntRange(min=1), default=3, show_default=True, help="Newest checkpoints that stay.")
+@click.option("--resume", default="never", help="A run directory or a checkpoint to go on from.")
+@click.option("--max-restarts", type=click.IntRange(min=0), default=0, help="Times to go on after a failure.")
 @click.option("--backend", help="gloo, nccl, mpi, ucc or cpu:gloo,cuda:nccl (default: by device).")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to train (default: cuda where there is one).")
 def command(
@@ -42,11 +46,15 @@ def command(
     plan_spec: str,
     settings: tuple[str, ...],
     run_dir: Path | None,
+    save_every: int,
+    keep: int,
+    resume: str,
+    max_restarts: int,
     backend: str | None,
     device: str | None,
 ) -> int:
     """Train the Job in JOB.py, with progress, a report and a run directory."""
-    from shardwise.cli.join import train_in_world
+    from shardwise.cli.join import train_in_world, write_run_inputs
     from shardwise.environment import identify
     from shardwise.job import load_job
     from shardwise.run import create_run
@@ -61,15 +69,44 @@ def command(
                 f"--nproc {nproc} inside a world of {me.world_size} ranks that {me.source} started",
                 fix="leave --nproc out, or start shardwise by itself",
             )
-        train_in_world(loaded, reference, plan_spec, plan_overrides, run_dir=run_dir, backend=backend, device=device)
+        train_in_world(
+            loaded,
+            reference,
+            plan_spec,
+            plan_overrides,
+            run_dir=run_dir,
+            saving={"save_every": save_every, "keep": keep, "resume": _resumable(resume)},
+            backend=backend,
+            device=device,
+        )
         return DONE
     nproc = nproc or 1
     where = _device(device, nproc)
     plan = _settle(loaded, plan_spec, nproc, where, plan_overrides)
     _check(loaded, plan)
+    saving = {"save_every": save_every, "keep": keep, "resume": _resumable(resume)}
     run = create_run(run_dir, reference.name)
-    outcome = _launch(reference, plan, run, nproc=nproc, started_at=started_at, backend=backend, device=where.kind)
-    return _conclude(outcome, run)
+    order = {
+        "run": str(run.path.resolve()),
+        "job": reference,
+        "plan_sources": dict(plan.sources),
+        "started_at": started_at,
+        "backend": backend,
+        "device": where.kind,
+        **saving,
+    }
+    write_run_inputs(run, reference, plan)
+    return _conclude(_launch(order, run, nproc=nproc, max_restarts=max_restarts), run)
+
+
+def _resumable(resume: str) -> str:
+    """Return what ranks are told to go on from; refuse a path with nothing there before anything starts."""
+    if resume == "never":
+        return resume
+    path = Path(resume)
+    if not (path / "manifest.json").exists() and not any((path / name).is_dir() for name in ("", "checkpoints")):
+        raise InputError(f"--resume {resume} is no run directory and no checkpoint", fix="name one that is there")
+    return str(path.resolve())
 
 
 def _split_settings(job: str, settings: tuple[str, ...]) -> tuple[JobReference, dict[str, str]]:
@@ -128,44 +165,30 @@ def _check(job: Job, plan: Plan) -> None:
         check_model(job, plan)
 
 
-def _launch(
-    reference: JobReference,
-    plan: Plan,
-    run: RunDirectory,
-    *,
-    nproc: int,
-    started_at: float,
-    backend: str | None,
-    device: str,
-) -> Outcome:
-    """Write down what will run, start it and show it until it ends."""
+def _launch(order: dict[str, object], run: RunDirectory, *, nproc: int, max_restarts: int) -> Launched:
+    """Start the ranks with their order, and show what they do until they end."""
     import msgspec
 
     from shardwise.cli.follow import Follower
-    from shardwise.cli.join import write_run_inputs
     from shardwise.launch import LaunchSpec, Module, launch
 
-    write_run_inputs(run, reference, plan)
-    order = {
-        "run": str(run.path.resolve()),
-        "job": reference,
-        "plan_sources": dict(plan.sources),
-        "started_at": started_at,
-        "backend": backend,
-        "device": device,
-    }
     follower = Follower(run)
     worker = Module("shardwise.worker", (msgspec.json.encode(order).decode(),))
+    spec = LaunchSpec(target=worker, nproc=nproc, max_restarts=max_restarts, preload=PRELOAD)
     try:
-        return launch(LaunchSpec(target=worker, nproc=nproc, preload=PRELOAD), run, observers=[follower]).outcome
+        return launch(spec, run, observers=[follower], note=complain)
     finally:
         follower.close()
 
 
-def _conclude(outcome: Outcome, run: RunDirectory) -> int:
+def _conclude(launched: Launched, run: RunDirectory) -> int:
     """Say how it ended; a run that was refused before its first step leaves nothing behind."""
-    from shardwise.launch import explain_outcome, root_cause
+    from shardwise.launch import Finish, explain_outcome, root_cause
 
+    outcome = launched.outcome
+    if isinstance(launched.decision, Finish) and launched.decision.exit_code == PREEMPTED:
+        complain(f"shardwise: stopped and saved; go on with --resume {run.path}")
+        return PREEMPTED
     if outcome.interrupted:
         complain(f"shardwise: interrupted; the run is in {run.path}")
         return INTERRUPTED

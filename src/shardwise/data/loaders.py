@@ -143,6 +143,7 @@ class StreamLoader:
         accumulation: int,
         num_steps: int,
         seed: int,
+        first_step: int = 0,
         group: dist.ProcessGroup | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
@@ -155,6 +156,7 @@ class StreamLoader:
             generator=torch.Generator().manual_seed(seed),
         )
         self._accumulation = accumulation
+        self._first_step = first_step
         self._num_steps = num_steps
         self._seed = seed
         self._group = group
@@ -176,12 +178,13 @@ class StreamLoader:
             if spare is None:
                 raise DataError("the training stream has fewer samples than readers", fix="use fewer ranks")
             missing = self._accumulation - len(loaded)
-            yield LoadedStep(
-                loaded + [spare] * missing,
-                rows + [0] * missing,
-                samples,
-                Cursor(seed=self._seed, epoch=epoch, index=index),
-            )
+            if done >= self._first_step:  # a stream is read again up to there
+                yield LoadedStep(
+                    loaded + [spare] * missing,
+                    rows + [0] * missing,
+                    samples,
+                    Cursor(seed=self._seed, epoch=epoch, index=index),
+                )
             index, done = index + samples, done + 1
 
     def _sum(self, value: int) -> int:

@@ -67,6 +67,8 @@ def decide(exits: Sequence[RankExit], *, max_restarts: int, restarts: int, stop_
     if stop_requested:
         # Ranks were asked to leave: those that saved say so, and how the others took it is not a failure.
         return Finish(exit_code=PREEMPTED if any(exit_.returncode == PREEMPTED for exit_ in exits) else 0)
+    if exits and all(exit_.returncode == PREEMPTED for exit_ in exits):
+        return Finish(exit_code=PREEMPTED)  # somebody asked the ranks themselves
     cause = root_cause(exits)
     if cause is None:
         lost = next((exit_ for exit_ in exits if exit_.stopped), None)

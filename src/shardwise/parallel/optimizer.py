@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from shardwise.parallel.collectives import gather_flat
 from shardwise.parallel.gradsync import local
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
@@ -24,25 +25,38 @@ if TYPE_CHECKING:
 Named = list[tuple[str, nn.Parameter]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Optimized:
+    """An optimizer, and what it works on."""
+
+    optimizer: Optimizer
+    named: Named
+    """Its parameters under their names in the model: the model's own, or this rank's rows of them."""
+    refresh: Callable[[], None] = lambda: None
+    """Take over the model's values, after something else has written them."""
+
+
 def make_optimizer(
     factory: OptimizerFactory, named: Named, *, shard_mesh: DeviceMesh | None, on_host: bool
-) -> Optimizer:
+) -> Optimized:
     """Return the job's optimizer over `named`; called on every rank.
 
     With `shard_mesh` its parameters, and so its states, are this rank's rows of each (ZeRO-1); `on_host` keeps them
     on the CPU. Either way a step leaves the model's own parameters whole and new.
     """
     if shard_mesh is None and not on_host:
-        return factory(named)
+        return Optimized(optimizer=factory(named), named=named)
     pieces = [
         _Piece(
             parameter, shard_mesh if parameter.ndim and not isinstance(parameter, DTensor) else None, on_host=on_host
         )
         for _, parameter in named
     ]
-    optimizer = factory([(name, piece.owned) for (name, _), piece in zip(named, pieces, strict=True)])
-    _Bridge(pieces, shard_mesh).attach(optimizer)
-    return optimizer
+    owned = [(name, piece.owned) for (name, _), piece in zip(named, pieces, strict=True)]
+    optimizer = factory(owned)
+    bridge = _Bridge(pieces, shard_mesh)
+    bridge.attach(optimizer)
+    return Optimized(optimizer=optimizer, named=owned, refresh=bridge.refresh)
 
 
 class _Piece:
@@ -80,6 +94,11 @@ class _Piece:
         """Return this rank's rows of a tensor shaped like the parameter, as a view."""
         return whole.narrow(0, self.first, self.num_rows) if self.is_cut else whole
 
+    def take_values(self) -> None:
+        """Copy the parameter's rows into the optimizer's, where they are not the same memory."""
+        if self.on_host:
+            local(self.owned.detach()).copy_(local(self.mine(self.parameter.detach())))
+
     def take_gradient(self) -> None:
         """Show the optimizer the gradient of these rows."""
         if self.parameter.grad is None:
@@ -116,6 +135,11 @@ class _Bridge:
         """Have every step of `optimizer` pass through here."""
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
+
+    def refresh(self) -> None:
+        """Take over the model's values, after something else has written them."""
+        for piece in self._pieces:
+            piece.take_values()
 
     def _before(self, *_: Any) -> None:
         for piece in self._pieces:

@@ -41,6 +41,11 @@ class RunDirectory:
         return self.path / "timeline.json"
 
     @property
+    def checkpoints(self) -> Path:
+        """Folder of the states a training can go on from."""
+        return self.path / "checkpoints"
+
+    @property
     def weights(self) -> Path:
         """The trained weights: a plain state dict that torch.load and Job.weights read."""
         return self.path / "weights.pt"

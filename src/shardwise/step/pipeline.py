@@ -42,12 +42,14 @@ class PipelineStep:
     ) -> None:
         """`stages` are this rank's, under all their transforms."""
         self.model: nn.Module = nn.ModuleList(stages)
-        self.optimizer = parts.optimizer
+        self.optimizer = parts.optimized.optimizer
+        self.optimized = parts.optimized
+        self.update = parts.update
         self.feed = parts.feed
         self.length = parts.length
         self.origin = parts.origin
-        self.number = 0
-        self.base_rates = [group["lr"] for group in parts.optimizer.param_groups]
+        self.number = parts.first_step
+        self.base_rates = [group["lr"] for group in self.optimizer.param_groups]
         self._job = job
         self._stages = stages
         self._plan = plan
@@ -56,7 +58,6 @@ class PipelineStep:
         self._relay = Relay(stages, cut, self._group, place.device)
         self._autocast = parts.autocast
         self._sync = parts.sync
-        self._update = parts.update
         self._after_first_backward = parts.after_first_backward
         self._before_update = parts.before_update
         self._batch_norms = batch_norms(self.model)
@@ -76,7 +77,7 @@ class PipelineStep:
         # In fp64 whatever the loss is in: the sum over all real rows divided by the one denominator of the global
         # batch is the mean one process would compute.
         weight = torch.full((), self._sync.gain / max(1, batch.denominator), dtype=torch.float64, device=self._device)
-        self._weight = self._update.scale(weight)
+        self._weight = self.update.scale(weight)
         self._sums = []
         _with_own_errors(schedule, lambda index: partial(self._loss_sum, batch.micro_batches[index]))
         if self._after_first_backward is not None:
@@ -85,7 +86,7 @@ class PipelineStep:
         self._sync.finish()
         if self._before_update is not None:
             self._before_update()
-        update = self._update(self.optimizer)
+        update = self.update(self.optimizer)
         for parameter in self._parameters:
             parameter.grad = None
         total = torch.stack(self._sums).sum() if self._sums else torch.zeros((), device=self._device)

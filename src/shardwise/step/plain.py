@@ -26,18 +26,19 @@ class PlainStep:
 
     def __init__(self, job: Job, model: nn.Module, parts: StepParts) -> None:
         self.model = model
-        self.optimizer = parts.optimizer
+        self.optimizer = parts.optimized.optimizer
+        self.optimized = parts.optimized
+        self.update = parts.update
         self.feed = parts.feed
         self.length = parts.length
         self.origin = parts.origin
-        self.number = 0
-        self.base_rates = [group["lr"] for group in parts.optimizer.param_groups]
+        self.number = parts.first_step
+        self.base_rates = [group["lr"] for group in self.optimizer.param_groups]
         self._autocast = parts.autocast
         self._loss = job.loss
         self._forward = job.forward
         self._schedule = job.schedule
         self._sync = parts.sync
-        self._update = parts.update
         self._after_first_backward = parts.after_first_backward
         self._before_update = parts.before_update
         self._batch_norms = batch_norms(model)
@@ -54,7 +55,7 @@ class PlainStep:
         total = self._accumulate(batch.micro_batches, weight)
         if self._before_update is not None:
             self._before_update()
-        update = self._update(self.optimizer)
+        update = self.update(self.optimizer)
         for parameter in self._parameters:
             parameter.grad = None  # 15 us a step less than optimizer.zero_grad, which does the same
         number, self.number = self.number, self.number + 1
@@ -96,7 +97,7 @@ class PlainStep:
         if weight != self._weight:
             self._weight, self._gradient = weight, torch.full_like(loss, weight)
         # The weight goes in as the gradient of the loss: 20 us a step less than a product, forward and backward.
-        self._update.scale(loss).backward(self._gradient)
+        self.update.scale(loss).backward(self._gradient)
         return loss.detach()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardwise.data.feed import Feed, MicroBatch, StepBatch
     from shardwise.job import Metric
     from shardwise.parallel.gradsync import GradSync
+    from shardwise.parallel.optimizer import Optimized
     from shardwise.step.length import Length
     from shardwise.step.update import Update
 
@@ -70,12 +71,14 @@ class Autocast:
 class StepParts:
     """What a step of any kind is made from."""
 
-    optimizer: Optimizer
+    optimized: Optimized
     feed: Feed
     sync: GradSync
     update: Update
     autocast: Autocast
     length: Length
+    first_step: int = 0
+    """Steps done before this training began: those of the one it resumes."""
     origin: str = ""
     """Where the first weights came from, in words."""
     after_first_backward: Callable[[], None] | None = None
@@ -90,6 +93,8 @@ class Step(Protocol):
     feed: Feed
     model: nn.Module
     optimizer: Optimizer
+    optimized: Optimized
+    update: Update
     length: Length
     origin: str
     """Where the first weights came from, in words."""

@@ -37,6 +37,9 @@ class Update(Protocol):
     def __call__(self, optimizer: Optimizer) -> Updated:
         """Move the optimizer."""
 
+    def state(self) -> dict[str, Tensor]:
+        """Return the tensors that a resumed training must find again."""
+
 
 class PlainUpdate:
     """The optimizer step, unless a gradient is not finite; for gradients that are whole and equal on every rank."""
@@ -57,6 +60,10 @@ class PlainUpdate:
         torch._amp_foreach_non_finite_check_and_unscale_(grads, not_finite, self._one)
         return Updated(None, step_unless(optimizer, not_finite))
 
+    def state(self) -> dict[str, Tensor]:
+        """There is none."""
+        return {}
+
 
 class NormedUpdate:
     """Looks at the norm of the whole gradient: clips it if asked; a non-finite norm skips the step."""
@@ -76,14 +83,20 @@ class NormedUpdate:
             self._norm.scale(clip_factor(norm, self._clip_norm))
         return Updated(norm, step_unless(optimizer, not_finite(norm)))
 
+    def state(self) -> dict[str, Tensor]:
+        """There is none."""
+        return {}
+
 
 class ScaledUpdate:
     """fp16: dynamic loss scaling, so that small gradients do not vanish; optional clipping on true gradients."""
 
-    def __init__(self, norm: GradNorm, clip_norm: float | None, device: torch.device) -> None:
+    def __init__(self, norm: GradNorm, clip_norm: float | None, device: torch.device, gain: int) -> None:
+        """`gain` is that of the gradient sync: where it averages, gradients of one rank are that much larger."""
         self._norm = norm
         self._clip_norm = clip_norm
-        self.loss_scale = torch.full((), _FIRST_SCALE, device=device)
+        # So that an overflow, and the skipped step after it, does not come sooner on more ranks.
+        self.loss_scale = torch.full((), _FIRST_SCALE / gain, device=device)
         self._steps_without_overflow = torch.zeros((), dtype=torch.int32, device=device)
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -103,6 +116,10 @@ class ScaledUpdate:
             self.loss_scale, self._steps_without_overflow, overflow, _GROWTH, _BACKOFF, _GROWTH_INTERVAL
         )
         return Updated(norm, skipped)
+
+    def state(self) -> dict[str, Tensor]:
+        """The scale, and how many steps it has held."""
+        return {"loss_scale": self.loss_scale, "steps_without_overflow": self._steps_without_overflow}
 
 
 def clip_factor(norm: Tensor, clip_norm: float) -> Tensor:
@@ -132,11 +149,14 @@ def step_unless(optimizer: Any, overflow: Tensor) -> Tensor | float:
 
 
 def choose_update(
-    norm: GradNorm, *, parameters: Sequence[nn.Parameter], whole: bool, clip_norm: float | None, fp16: bool
+    norm: GradNorm, *, parameters: Sequence[nn.Parameter], whole: bool, clip_norm: float | None, fp16_gain: int | None
 ) -> Update:
-    """Pick the update once, at build; `whole` gradients are the same on every rank."""
-    if fp16:
-        return ScaledUpdate(norm, clip_norm, parameters[0].device)
+    """Pick the update once, at build; `whole` gradients are the same on every rank.
+
+    `fp16_gain` is None unless compute is in fp16, then the gain of the gradient sync.
+    """
+    if fp16_gain is not None:
+        return ScaledUpdate(norm, clip_norm, parameters[0].device, fp16_gain)
     # PlainUpdate's kernel also writes the gradients back: on a GPU, where memory is what costs, that is 1 % of a step
     # of a billion parameters (H200); the norm, which only reads, is 0.4 %. On a CPU the kernel has fewer calls.
     if clip_norm is None and whole and parameters[0].device.type == "cpu":

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.data import IterableDataset
 
-from shardwise.data.feed import Feed, StepLoader
-from shardwise.data.loaders import IndexLoader, StreamLoader, dataset_length
-from shardwise.data.slices import Slices
-from shardwise.errors import DataError, JobError, PlanError
+from shardwise.data.feed import Feed
+from shardwise.errors import JobError, PlanError
 from shardwise.parallel.apply import apply_plan, gradient_sync, stages_of
 from shardwise.parallel.batch_norm import foreign_batch_norms
 from shardwise.parallel.blueprint import job_blueprint, real_blueprint
@@ -27,11 +24,11 @@ from shardwise.parallel.stages import count_layers, find_layers, split_stages
 from shardwise.parallel.support import require_supported, uses_ddp
 from shardwise.parallel.tensor_rules import find_rules
 from shardwise.parallel.weights import share_values
-from shardwise.step.length import Length, training_length
 from shardwise.step.pipeline import PipelineStep
 from shardwise.step.plain import PlainStep
 from shardwise.step.step import Autocast, StepParts
 from shardwise.step.update import choose_update
+from shardwise.train.reading import Reading, make_loader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,17 +52,14 @@ def build_step(
     *,
     note: Callable[[str], None] = lambda _: None,
     before_update: Callable[[], None] | None = None,
+    first_step: int = 0,
 ) -> Step:
     """Make the Step that trains `job` under `plan`; called on every rank.
 
-    `note` gets remarks for the user; `before_update` is called in each step when gradients are summed, not clipped.
+    `note` gets remarks for the user; `before_update` is called in each step when gradients are summed, not clipped;
+    `first_step` is where in the stream of samples to begin, for a training that goes on.
     """
-    require_supported(plan)
     check_fit(job, plan, world)
-    if plan.layout.pp > 1 and world.backend == "gloo" and world.device.type == "cuda":
-        raise PlanError(
-            f"plan {plan.layout} has stages on GPUs, and gloo sends no GPU tensors", fix="use --backend nccl"
-        )
     place = find_place(plan.layout, world)
     blueprint = draw_up(job, plan, world)
     cut, model = _lay_out(job, blueprint, plan, place)
@@ -73,13 +67,13 @@ def build_step(
     torch.manual_seed(job.seed + 1 + reader)  # readers draw different dropout masks, whatever the model's init drew
     # On the host and by itself: its collectives run a step ahead of, and so beside, those of the model.
     feed_group = world.axis_group(plan.layout, ("replicate", "shard"), on_host=True)
-    loader, length = _make_loader(job, plan, reader, feed_group, on_gpu=world.device.type == "cuda")
+    where = Reading(reader=reader, group=feed_group, first_step=first_step, on_gpu=world.device.type == "cuda")
+    loader, length = make_loader(job, plan, where)
     named = [item for part in stages_of(model) for item in part.named_parameters()]
-    trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    if not trainable:
-        raise JobError("the model has no trainable parameter", fix="leave some with requires_grad=True")
+    trainable = _trainable(named)
+    sync = gradient_sync(model, plan, place)
     parts = StepParts(
-        optimizer=make_optimizer(
+        optimized=make_optimizer(
             job.optimizer,
             trainable,
             shard_mesh=place.axis("shard") if plan.zero == 1 else None,
@@ -94,10 +88,11 @@ def build_step(
             float_dtype=torch.float64 if plan.precision.compute == "fp64" else None,
             group=feed_group,
         ),
-        sync=gradient_sync(model, plan, place),
-        update=_make_update(job, plan, world, [parameter for _, parameter in trainable]),
+        sync=sync,
+        update=_make_update(job, plan, world, [parameter for _, parameter in trainable], sync.gain),
         autocast=Autocast(device_type=world.device.type, dtype=LOWER.get(plan.precision.compute)),
         length=length,
+        first_step=first_step,
         origin=blueprint.weights.words if blueprint.weights is not None else "",
         after_first_backward=_first_check(named, plan, feed_group, note),
         before_update=before_update,
@@ -105,6 +100,13 @@ def build_step(
     if cut is None:
         return PlainStep(job, model, parts)
     return PipelineStep(job, stages_of(model), parts, cut=cut, plan=plan, place=place)  # type: ignore[arg-type]
+
+
+def _trainable(named: list[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
+    found = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    if not found:
+        raise JobError("the model has no trainable parameter", fix="leave some with requires_grad=True")
+    return found
 
 
 def draw_up(job: Job, plan: Plan, world: World) -> Blueprint:
@@ -150,7 +152,7 @@ def find_place(layout: Layout, world: World) -> Place:
     )
 
 
-def _make_update(job: Job, plan: Plan, world: World, parameters: list[nn.Parameter]) -> Update:
+def _make_update(job: Job, plan: Plan, world: World, parameters: list[nn.Parameter], gain: int) -> Update:
     """Choose the update; communicates where a gradient is spread over ranks, to join those."""
     cut_axes = tuple(axis for axis in ("shard", "tp") if axis != "shard" or plan.zero >= 2)
     group = world.axis_group(plan.layout, ("pp", *cut_axes))
@@ -160,7 +162,7 @@ def _make_update(job: Job, plan: Plan, world: World, parameters: list[nn.Paramet
         parameters=parameters,
         whole=group is None,
         clip_norm=job.clip_norm,
-        fp16=plan.precision.compute == "fp16",
+        fp16_gain=gain if plan.precision.compute == "fp16" else None,
     )
 
 
@@ -204,7 +206,12 @@ def parallelize(model: nn.Module, plan: Plan, world: World) -> nn.Module:
 
 
 def check_fit(job: Job, plan: Plan, world: World) -> None:
-    """Refuse a plan that is for another world or another batch."""
+    """Refuse a plan that cannot be applied, or is for another world or another batch."""
+    require_supported(plan)
+    if plan.layout.pp > 1 and world.backend == "gloo" and world.device.type == "cuda":
+        raise PlanError(
+            f"plan {plan.layout} has stages on GPUs, and gloo sends no GPU tensors", fix="use --backend nccl"
+        )
     if plan.layout.world_size != world.size:
         raise PlanError(
             f"plan {plan.layout} is for {plan.layout.world_size} ranks, the world has {world.size}",
@@ -230,45 +237,3 @@ def report_missing(missing: dict[int, list[str]], plan: Plan, note: Callable[[st
             fix="freeze them, use them, or --set communication.find_unused_parameters=true",
         )
     note(f"parameters without gradient in the first step: {words}")
-
-
-def _make_loader(
-    job: Job, plan: Plan, reader: int, group: dist.ProcessGroup | None, *, on_gpu: bool
-) -> tuple[StepLoader, Length]:
-    dataset: Any = job.data("train")
-    if dataset is None:
-        raise DataError("Job.data gave no dataset for split 'train'", fix="return one")
-    if isinstance(dataset, IterableDataset):
-        length = training_length(job, dataset, steps_per_epoch=None)
-        stream = StreamLoader(
-            dataset,
-            reader=reader,
-            readers=plan.layout.dp,
-            micro_batch=plan.micro_batch,
-            accumulation=plan.accumulation,
-            num_steps=length.num_steps,
-            seed=job.seed,
-            group=group,
-            collate=job.collate,
-            num_workers=job.num_workers,
-        )
-        return stream, length
-    slices = Slices(
-        batch_size=job.batch_size,
-        accumulation=plan.accumulation,
-        reader=reader,
-        readers=plan.layout.dp,
-        length=dataset_length(dataset),
-    )
-    length = training_length(job, dataset, slices.steps_per_epoch)
-    loader = IndexLoader(
-        dataset,
-        slices,
-        seed=job.seed,
-        first_step=0,
-        num_steps=length.num_steps,
-        collate=job.collate,
-        num_workers=job.num_workers,
-        pin_memory=on_gpu,
-    )
-    return loader, length

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from shardwise.errors import TrainingError
 from shardwise.train.build import build_step
 from shardwise.train.evaluate import evaluate
+from shardwise.train.journal import Journal
+from shardwise.train.saving import Saving
 from shardwise.train.start import start_report
-from shardwise.train.window import Window
+from shardwise.train.stop import stop_requests
 
 if TYPE_CHECKING:
     from shardwise.job import Job
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from shardwise.run import EventLog
     from shardwise.run.timeline import Timeline
     from shardwise.step.step import Step
+    from shardwise.train.saving import SavingSpec
     from shardwise.world import World
 
 
@@ -39,60 +41,72 @@ class TrainReport(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_s: float
 
 
-def run_loop(job: Job, plan: Plan, world: World, events: EventLog, timeline: Timeline) -> tuple[TrainReport, Step]:
-    """Train `job` under `plan` to its end; called on every rank. Returns the report and the step that got there."""
-    step = build_step(job, plan, world, note=lambda text: events.write("note", text=text))
+def run_loop(
+    job: Job, plan: Plan, world: World, events: EventLog, timeline: Timeline, *, saving_spec: SavingSpec | None = None
+) -> tuple[TrainReport, Step]:
+    """Train `job` under `plan` to its end; called on every rank. Returns the report and the step that got there.
+
+    With a `saving_spec` it goes on where the last one ended, saves as told, and leaves when it is asked to stop.
+    """
+    saving = Saving(saving_spec, job, plan, world, events) if saving_spec is not None else None
+    step = _begin(job, plan, world, events, saving)
+    first_step = step.number
     test_set = job.data("test")
     timeline.mark("model and data")
     events.write("start", **start_report(job, plan, world, step))
 
-    window = Window(tells_loss=plan.layout.tells_loss(world.rank))
-    samples = skipped = 0
-    losses: list[float] = []
+    journal = Journal(plan, world, events)
     evaluation: dict[str, float] = {}
     began = time.perf_counter()
-    for batch in step.feed:
-        report = step(batch)
-        samples += report.samples
-        if job.on_step is not None:
-            job.on_step(report)
-        if report.number == 0:
-            timeline.mark("first step")
-        ends_epoch = step.length.ends_epoch(report.number)
-        is_last = report.number + 1 == step.length.num_steps
-        if window.add(report) or ends_epoch or is_last:
-            published = window.publish(world)
-            events.write("steps", **published)
-            skipped += published["skipped"]
-            if all(map(math.isfinite, losses)):
-                _note_non_finite(published, events)
-            losses = published["losses"]
-        if test_set is not None and (ends_epoch or is_last):
-            evaluation = evaluate(job, plan, world, step=step, dataset=test_set)
-            events.write("evaluation", step=step.number, epoch=report.cursor.epoch, values=evaluation)
-            window.restart_clock()
+    with stop_requests() as stop:
+        for batch in step.feed:
+            report = step(batch)
+            if job.on_step is not None:
+                job.on_step(report)
+            if report.number == first_step:
+                timeline.mark("first step")
+            is_last = report.number + 1 == step.length.num_steps
+            is_end = is_last or step.length.ends_epoch(report.number)
+            # What a checkpoint holds is in the log before it: a crash leaves no gap in the curve.
+            is_due = is_end or (saving is not None and saving.is_due(step.number))
+            is_stopping = journal.add(report, publish=is_due, stop=stop.is_set)
+            if test_set is not None and is_end:
+                evaluation = evaluate(job, plan, world, step=step, dataset=test_set)
+                events.write("evaluation", step=step.number, epoch=report.cursor.epoch, values=evaluation)
+                journal.restart_clock()
+            if saving is not None:
+                saving.after(step, evaluation, is_stopping=is_stopping and not is_last)
+    if saving is not None:
+        saving.finish()
     training_s = time.perf_counter() - began
-    if skipped == step.number:
+    if journal.skipped == step.number - first_step > 0:
         raise TrainingError(
-            f"all {skipped} steps were skipped: no gradient was finite, so nothing was learnt",
+            f"all {journal.skipped} steps were skipped: no gradient was finite, so nothing was learnt",
             fix="lower the learning rate, set clip_norm, or look for NaN in the data and the loss",
         )
     result = TrainReport(
         steps=step.number,
-        samples=samples,
-        skipped=skipped,
-        loss=losses[-1],
+        samples=journal.samples,
+        skipped=journal.skipped,
+        loss=journal.loss,
         evaluation=evaluation,
         training_s=training_s,
-        samples_per_s=samples / training_s,
+        samples_per_s=journal.samples / training_s,
     )
     events.write("end", **msgspec.to_builtins(result))
     return result, step
 
 
-def _note_non_finite(published: dict[str, Any], events: EventLog) -> None:
-    """Say once when losses stop being numbers."""
-    for number, loss in enumerate(published["losses"], published["first"]):
-        if not math.isfinite(loss):
-            events.write("note", text=f"the loss of step {number} is {loss}")
-            return
+def _begin(job: Job, plan: Plan, world: World, events: EventLog, saving: Saving | None) -> Step:
+    """Build the step, and put the state of the training that it goes on from into it; on every rank."""
+
+    def note(text: str) -> None:
+        events.write("note", text=text)
+
+    point = saving.resume_point() if saving is not None else None
+    if saving is None or point is None:
+        return build_step(job, plan, world, note=note)
+    path, manifest = point
+    step = build_step(job, plan, world, note=note, first_step=manifest.step)
+    saving.restore(step, path, manifest)
+    return step

@@ -13,6 +13,7 @@ from shardwise.run.progress import ProgressView
 from shardwise.run.report import write_report
 from shardwise.run.timeline import Timeline
 from shardwise.train.loop import TrainReport, run_loop
+from shardwise.train.saving import SavingSpec
 
 if TYPE_CHECKING:
     from shardwise.job import Job
@@ -29,16 +30,24 @@ def train(
     run: RunDirectory | None = None,
     show_progress: bool = True,
     timeline: Timeline | None = None,
+    save_every: int = 0,
+    keep: int = 3,
+    resume: str = "auto",
 ) -> TrainReport:
     """Train `job` under `plan` in a world that is already there; called on every rank, starts no processes.
 
-    With `run`, events, the trained weights and a report are written there; rank 0 shows progress unless told not to.
+    With `run`, events, checkpoints, the trained weights and a report are written there; rank 0 shows progress unless
+    told not to. `save_every` counts optimizer steps (0: only when asked to stop), the newest `keep` checkpoints stay;
+    `resume` is "auto" (the newest good one of this run), "never", or the path of a checkpoint or another run.
     """
     timeline = timeline or Timeline(time.time())
     view = ProgressView.on_stderr() if show_progress and world.is_main else None
     events = EventLog(run.events(world.rank) if run else None, view.show if view else None)
     try:
-        report, step = run_loop(job, plan, world, events, timeline)
+        saving = (
+            SavingSpec(folder=run.checkpoints, every=save_every, keep=keep, resume=resume) if run is not None else None
+        )
+        report, step = run_loop(job, plan, world, events, timeline, saving_spec=saving)
         weights = full_state_dict(step.model) if run is not None else {}
         if run is not None and world.is_main:
             torch.save(weights, run.weights)

@@ -35,10 +35,11 @@ class Window:
         self._reports.append(report)
         return len(self._reports) >= self.size
 
-    def publish(self, world: World) -> dict[str, Any]:
+    def publish(self, world: World, *, stop: bool = False) -> dict[str, Any]:
         """Return the window's steps with global losses, and start the next; communicates over the world.
 
-        Losses stay on the device until here: one wait for the device and one small all-reduce per window.
+        `stop` on any rank is "stop" on every rank. Losses stay on the device until here: one wait for the device and
+        one small all-reduce per window.
         """
         reports = self._reports
         sums = torch.stack([report.loss_sum for report in reports]).double().cpu()  # here the device is waited for
@@ -47,10 +48,10 @@ class Window:
         if not self._tells_loss:
             shares = torch.zeros_like(shares)
         seconds = now - self._began
-        summed = torch.cat([shares, torch.tensor([seconds], dtype=torch.float64)])
+        summed = torch.cat([shares, torch.tensor([seconds, float(stop)], dtype=torch.float64)])
         if world.size > 1:
             dist.all_reduce(summed, group=world.host_group)
-        *losses, all_seconds = summed.tolist()
+        *losses, all_seconds, stops = summed.tolist()
         self._reports, self._began = [], now
         # Every rank computes the same size from the same reduced time.
         self.size = min(_MOST_STEPS, max(1, round(len(reports) * PUBLISH_S / max(all_seconds / world.size, 1e-6))))
@@ -66,4 +67,5 @@ class Window:
             "grad_norm": float(norms[-1]) if norms else None,
             "skipped": int(sum(report.skipped for report in reports)),
             "seconds": seconds,
+            "stop": stops > 0,
         }

@@ -133,6 +133,11 @@ class World:
         group: ProcessGroup = dist.new_group(backend=self._host_backend, timeout=timedelta(seconds=self.timeout_s))
         return group
 
+    def own_host_group(self) -> ProcessGroup:
+        """Communicate to make one more gloo group of all ranks, called on every rank: for a thread of its own."""
+        group: ProcessGroup = dist.new_group(backend=self._host_backend, timeout=timedelta(seconds=self.timeout_s))
+        return group
+
     def group(self, ranks: Iterable[int]) -> ProcessGroup | None:
         """Communicate to make a group of `ranks`, called on every rank; None on those outside it."""
         members = list(ranks)

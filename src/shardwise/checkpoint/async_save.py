@@ -1,0 +1,115 @@
+"""Saving behind the training loop's back: it waits for a copy, a thread does the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.checkpoint.save import Draft, SaveReport
+from shardwise.checkpoint.staging import Staging
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch.distributed as dist
+    from torch import Tensor
+
+_NICENESS = 10
+"""The writing thread yields the processor to training; on Linux niceness is a thread's own."""
+
+
+@dataclass(frozen=True)
+class StallReport:
+    """What a save that goes on in the background cost the training loop."""
+
+    waited_s: float
+    """For the save before it, which was not yet done."""
+    planned_s: float
+    copied_s: float
+    bytes_here: int
+    """Bytes this rank copied."""
+    previous: SaveReport | None
+    """What became of the save before it."""
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds for which training stood still."""
+        return self.waited_s + self.planned_s + self.copied_s
+
+
+class AsyncSaver:
+    """Saves one checkpoint after another in the background, never two at once.
+
+    `group` must be a gloo group of its own: the thread communicates over it while training uses the others.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._staging = Staging()
+        self._pending: Future[SaveReport] | None = None
+
+    def save(
+        self, folder: Path | str, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
+    ) -> StallReport:
+        """Copy the state and begin to save it; called on every rank, communicates over the group.
+
+        Returns once the tensors may change again. Waits for the save before; if that one failed, raises its
+        CheckpointError on every rank and begins nothing: call again to try again.
+        """
+        clock = time.perf_counter()
+        previous = self.finish()
+        waited_s, clock = time.perf_counter() - clock, time.perf_counter()
+        draft = Draft(Path(folder), step, tensors, facts, self._group)
+        planned_s, clock = time.perf_counter() - clock, time.perf_counter()
+        copies = self._stage(draft)
+        copied_s = time.perf_counter() - clock
+        self._pending = _in_background(lambda: draft.write(copies.result))
+        return StallReport(waited_s, planned_s, copied_s, draft.bytes_here, previous)
+
+    def finish(self) -> SaveReport | None:
+        """Wait for the save under way and return its report, None if there is none; raises what it raised."""
+        pending, self._pending = self._pending, None
+        return pending.result() if pending is not None else None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._pending is not None and not self._pending.done()
+
+    def close(self) -> None:
+        """Wait for the save under way, then give the staging memory back; raises what that save raised."""
+        try:
+            self.finish()
+        finally:
+            self._staging.release()
+
+    def _stage(self, draft: Draft) -> Future[dict[str, Tensor]]:
+        """Copy this rank's part; a failure is kept for the thread, which tells all ranks."""
+        copies: Future[dict[str, Tensor]] = Future()
+        try:
+            copies.set_result(self._staging.copy(draft.pieces))
+        except Exception as error:  # noqa: BLE001 - it must not be raised here, on one rank only
+            copies.set_exception(error)
+        return copies
+
+
+def _in_background(work: Callable[[], SaveReport]) -> Future[SaveReport]:
+    """Run `work` in a thread of low priority that does not keep the process alive."""
+    result: Future[SaveReport] = Future()
+
+    def run() -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        try:
+            result.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return result

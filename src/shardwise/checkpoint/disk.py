@@ -1,0 +1,117 @@
+"""Effects on the file system that survive a crash: synced folders, files replaced whole, one writer per folder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import time
+from typing import TYPE_CHECKING
+
+from shardwise.checkpoint.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TEMPORARY = ".tmp-"
+"""Everything under such a name is unfinished or on its way out, and may be removed by the next save."""
+LOCK = ".lock"
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+"""What file systems without locks answer: there, two runs that save into one folder are not kept apart."""
+
+
+def temporary_name(name: str) -> str:
+    """Return a name for `name` while it is being made, never used before."""
+    return f"{TEMPORARY}{name}-{secrets.token_hex(4)}"
+
+
+def is_seen(path: Path, *, patience_s: float = 2.0) -> bool:
+    """Whether `path` is there, or appears soon: a network file system may show another node's work late."""
+    deadline = time.monotonic() + patience_s
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a new file and make its bytes durable."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_synced(path: Path, data: bytes) -> None:
+    """Replace a file: at every moment it holds the old bytes or the new ones."""
+    temporary = path.with_name(temporary_name(path.name))
+    try:
+        write_synced(temporary, data)
+        temporary.rename(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def remove_whole(path: Path) -> None:
+    """Remove a folder so that no half of it is ever seen under its name."""
+    leaving = path.with_name(temporary_name(path.name))
+    path.rename(leaving)
+    shutil.rmtree(leaving, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what dead saves left; only for the holder of the folder's lock."""
+    for path in folder.glob(f"{TEMPORARY}*"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def lock(folder: Path, *, patience_s: float = 10.0) -> int:
+    """Return a descriptor that holds the folder until it is closed or its process dies.
+
+    Waits a little: forked children of a killed writer (data loaders) hold its lock until they notice.
+    """
+    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(fd)
+                raise CheckpointError(
+                    f"another save into {folder} is under way", fix="give each run its own folder"
+                ) from None
+            time.sleep(0.05)
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return fd
+            os.close(fd)
+            raise
+        else:
+            return fd
+
+
+def unlock(fd: int) -> None:
+    """Let the folder go, also where a forked child still has the descriptor."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)

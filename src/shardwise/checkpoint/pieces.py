@@ -1,0 +1,139 @@
+"""Which box of a tensor this rank holds, and who writes which: torch's checkpoint planning, over our own storage.
+
+Deduplication and resharding are torch.distributed.checkpoint's. Where a box begins is computed here: torch asks the
+placements from left to right, which misplaces rows when a dimension is cut by tensor and then by shard, both unevenly
+(the 50,257 rows of GPT-2's vocabulary on shard4 x tp2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
+
+from shardwise.checkpoint.dtypes import CODES, DTYPES
+from shardwise.checkpoint.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from shardwise.checkpoint.manifest import Piece, TensorEntry
+
+Form = tuple[str, tuple[int, ...]]
+"""Dtype name and whole shape of a tensor."""
+
+
+def local_data(tensor: Tensor) -> Tensor:
+    """Return this rank's values, detached; for a whole tensor the tensor itself."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def box_of(name: str, tensor: Tensor) -> ChunkStorageMetadata:
+    """Return where this rank's values lie in the whole tensor; `name` is for errors."""
+    offsets, lengths = [0] * tensor.ndim, list(tensor.shape)
+    if isinstance(tensor, DTensor):
+        _cut(name, tensor, offsets, lengths)
+    held = tuple(local_data(tensor).shape)
+    if held != tuple(lengths):
+        raise CheckpointError(f"tensor {name!r} holds {held} here, its placements say {tuple(lengths)}")
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths))
+
+
+def _cut(name: str, tensor: DTensor, offsets: list[int], lengths: list[int]) -> None:
+    """Narrow the whole tensor's box to this rank's, one mesh axis after another in the order they were cut."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise CheckpointError(f"tensor {name!r} lives on a mesh that this rank is no part of")
+    cuts = [(axis, placement) for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    pieces_so_far = [1] * tensor.ndim
+    # A split factor tells how many pieces there were before this cut; a plain Shard is cut in the order it stands.
+    for axis, placement in sorted(cuts, key=lambda cut: getattr(cut[1], "split_factor", 1)):
+        dim = getattr(placement, "dim", None)
+        if dim is None or getattr(placement, "split_factor", pieces_so_far[dim]) != pieces_so_far[dim]:
+            raise CheckpointError(f"tensor {name!r} is placed as {tensor.placements}, which is no box of it")
+        parts = tensor.device_mesh.size(axis)
+        step = -(-lengths[dim] // parts)
+        first = min(lengths[dim], coordinate[axis] * step)
+        lengths[dim] = min(lengths[dim], first + step) - first
+        offsets[dim] += first
+        pieces_so_far[dim] *= parts
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What one rank could write."""
+
+    forms: dict[str, Form]
+    """Every tensor of the rank, also those of which it holds nothing."""
+    plan: SavePlan
+
+
+def propose(tensors: Mapping[str, Tensor]) -> Proposal:
+    """Return what this rank could write; no communication."""
+    forms, items = {}, []
+    for name, tensor in tensors.items():
+        if tensor.dtype not in CODES:
+            raise CheckpointError(f"tensor {name!r} is {tensor.dtype}", fix=f"use one of {', '.join(DTYPES)}")
+        if name == "__metadata__":
+            raise CheckpointError(f"tensor {name!r} has a name that safetensors keeps for itself", fix="rename it")
+        forms[name] = (CODES[tensor.dtype], tuple(tensor.shape))
+        box = box_of(name, tensor)
+        if 0 not in box.sizes:
+            data = TensorWriteData(chunk=box, properties=TensorProperties(dtype=tensor.dtype), size=tensor.shape)
+            items.append(WriteItem(index=MetadataIndex(name, box.offsets), type=WriteItemType.SHARD, tensor_data=data))
+    return Proposal(forms, SavePlan(items))
+
+
+def assign(proposals: Sequence[Proposal]) -> tuple[list[list[str]], dict[str, Form]]:
+    """Return the names that each rank shall write, every box by one rank only, and the form of every tensor."""
+    forms: dict[str, Form] = {}
+    for proposal in proposals:
+        for name, form in proposal.forms.items():
+            if forms.setdefault(name, form) != form:
+                raise CheckpointError(f"tensor {name!r} is {forms[name]} on one rank and {form} on another")
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    plans, _ = planner.create_global_plan([proposal.plan for proposal in proposals])
+    return [[item.index.fqn for item in plan.items] for plan in plans], forms
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What a saved piece and this rank's box of the same tensor have in common."""
+
+    piece: Piece
+    piece_offsets: tuple[int, ...]
+    box_offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def overlaps(name: str, tensor: Tensor, entry: TensorEntry) -> list[Overlap]:
+    """Return what of the saved pieces falls into this rank's box."""
+    box = box_of(name, tensor)
+    if 0 in box.sizes:
+        return []
+    saved = TensorStorageMetadata(
+        properties=TensorProperties(dtype=tensor.dtype),
+        size=torch.Size(entry.shape),
+        chunks=[ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.shape)) for p in entry.pieces],
+    )
+    return [
+        Overlap(
+            piece=entry.pieces[cast("int", item.storage_index.index)],
+            piece_offsets=tuple(item.storage_offsets),
+            box_offsets=tuple(item.dest_offsets),
+            shape=tuple(item.lengths),
+        )
+        for item in create_read_items_for_chunk_list(name, saved, [box])
+    ]

@@ -1,0 +1,55 @@
+"""The journal of a training: losses published once a second, what was skipped, and when losses stop being numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from shardwise.train.window import Window
+
+if TYPE_CHECKING:
+    from shardwise.plan import Plan
+    from shardwise.run import EventLog
+    from shardwise.step.step import StepReport
+    from shardwise.world import World
+
+
+class Journal:
+    """Takes every step's report and writes events of many at once; on every rank alike."""
+
+    def __init__(self, plan: Plan, world: World, events: EventLog) -> None:
+        self.samples = 0
+        self.skipped = 0
+        self.loss = math.nan
+        """Of the last step that was published."""
+        self._window = Window(tells_loss=plan.layout.tells_loss(world.rank))
+        self._world = world
+        self._events = events
+        self._has_warned = False
+
+    def add(self, report: StepReport, *, publish: bool, stop: bool) -> bool:
+        """Take one report; return whether any rank was asked to stop. Communicates over the world when it publishes.
+
+        It does so when asked, and by itself about once a second, at the same step on every rank.
+        """
+        self.samples += report.samples
+        if not self._window.add(report) and not publish:
+            return False
+        published = self._window.publish(self._world, stop=stop)
+        is_stopping: bool = published.pop("stop")
+        self._events.write("steps", **published)
+        self.skipped += published["skipped"]
+        self.loss = published["losses"][-1]
+        self._warn(published)
+        return is_stopping
+
+    def restart_clock(self) -> None:
+        """Leave the time since the last publication out: it was not spent on steps."""
+        self._window.restart_clock()
+
+    def _warn(self, published: dict[str, Any]) -> None:
+        """Say once when losses stop being numbers."""
+        for number, loss in enumerate(published["losses"], published["first"]):
+            if not math.isfinite(loss) and not self._has_warned:
+                self._events.write("note", text=f"the loss of step {number} is {loss}")
+                self._has_warned = True

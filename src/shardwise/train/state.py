@@ -1,0 +1,152 @@
+"""The state of a training: every tensor that a checkpoint holds, by name, and the facts beside them."""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from shardwise.errors import JobError
+from shardwise.parallel.apply import stages_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+    from shardwise.job import Job
+    from shardwise.plan import Plan
+    from shardwise.step.step import Step
+    from shardwise.world import World
+
+MODEL, OPTIMIZER, UPDATE = "model/", "optimizer/", "update/"
+
+
+class SavedTensor(Protocol):
+    """What a checkpoint says of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def state_tensors(step: Step) -> dict[str, Tensor]:
+    """Return this rank's tensors of a training by name: whole ones, and pieces as DTensors; no copies.
+
+    model/NAME, optimizer/PARAMETER/KEY and update/KEY, under the names of the user's own module.
+    """
+    tensors = {f"{MODEL}{name}": parameter.detach() for name, parameter in step.named_parameters()}
+    tensors |= {f"{MODEL}{name}": buffer for name, buffer in _persistent_buffers(step)}
+    for name, parameter in step.optimized.named:
+        for key, value in step.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"{OPTIMIZER}{name}/{key}"] = value
+    return tensors | {f"{UPDATE}{key}": value for key, value in step.update.state().items()}
+
+
+def make_room(step: Step, saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
+    """Return the tensors that a checkpoint is to fill, with optimizer states made as it has them.
+
+    `saved` gives shape and dtype of every tensor in it. A state shaped like its parameter is cut as that is; any other
+    (a step count) is whole on every rank.
+    """
+    for name, parameter in step.optimized.named:
+        prefix = f"{OPTIMIZER}{name}/"
+        state = step.optimizer.state[parameter]
+        for full, (shape, dtype) in saved.items():
+            if full.startswith(prefix):
+                state[full.removeprefix(prefix)] = _like(parameter, shape, dtype, step.optimizer)
+    return state_tensors(step)
+
+
+def state_facts(job: Job, plan: Plan, world: World, step: Step) -> dict[str, Any]:
+    """Return what a checkpoint says in words and numbers; communicates over the world, on every rank."""
+    from shardwise.plan.toml import plan_to_toml
+
+    return {
+        "step": step.number,
+        "num_steps": step.length.num_steps,
+        "seed": job.seed,
+        "batch_size": job.batch_size,
+        "plan": plan_to_toml(plan),
+        "layout": str(plan.layout),
+        "torch": str(torch.__version__),
+        "optimizer": {
+            "class": type(step.optimizer).__name__,
+            "groups": [_plain(group) for group in step.optimizer.param_groups],
+        },
+        "random": {str(rank): state for rank, state in enumerate(world.gather(_random_state()))},
+    }
+
+
+def restore_random(facts: Mapping[str, Any], plan: Plan, world: World, step: Step) -> bool:
+    """Go on drawing where each rank was; false where the layout is another one and a fresh stream begins.
+
+    A fresh stream depends on the seed, the reader and the step, so it is the same however often it is resumed.
+    """
+    states = facts.get("random", {})
+    if facts.get("layout") != str(plan.layout) or str(world.rank) not in states:
+        torch.manual_seed(hash((facts.get("seed", 0), plan.layout.data_index(world.rank), step.number)) & (2**62 - 1))
+        return False
+    for name, text in states[str(world.rank)].items():
+        state = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+        if name == "cpu":
+            torch.set_rng_state(state)
+        elif torch.cuda.is_available():
+            torch.cuda.set_rng_state(state)
+    return True
+
+
+def check_same_job(facts: Mapping[str, Any], job: Job, num_steps: int) -> None:
+    """Refuse to go on with another stream of samples than the checkpoint's."""
+    for name, now in (("seed", job.seed), ("batch_size", job.batch_size)):
+        if facts.get(name) != now:
+            raise JobError(
+                f"the checkpoint was saved with {name} {facts.get(name)}, the job has {now}: other samples would come",
+                fix=f"--set {name}={facts.get(name)}, or --resume never",
+            )
+    if facts["step"] > num_steps:
+        raise JobError(
+            f"the checkpoint is at step {facts['step']}, the job ends at {num_steps}", fix="lengthen the job"
+        )
+
+
+def _persistent_buffers(step: Step) -> list[tuple[str, Tensor]]:
+    found = []
+    for stage in stages_of(step.model):
+        foreign = getattr(stage, "foreign_buffers", ())
+        saved = stage.state_dict(keep_vars=True)
+        found += [(name, buffer) for name, buffer in stage.named_buffers() if name in saved and name not in foreign]
+    return found
+
+
+def _like(parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype, optimizer: Any) -> Tensor:
+    if tuple(parameter.shape) == shape and shape:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    group = next(group for group in optimizer.param_groups if any(each is parameter for each in group["params"]))
+    # Fused optimizers count steps where their parameters are, the others on the host.
+    on_device = group.get("fused") or group.get("capturable")
+    return torch.zeros(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+
+
+def _random_state() -> dict[str, str]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep of a parameter group what JSON can hold."""
+    kept = {key: value for key, value in group.items() if key != "params"}
+    return {key: value for key, value in kept.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        msgspec.json.encode(value)
+    except (TypeError, ValueError, msgspec.MsgspecError):
+        return False
+    return True

@@ -1,0 +1,92 @@
+"""Stop, crash and resume from the command line."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import torch
+
+JOB = """
+import os, signal, time
+from pathlib import Path
+import shardwise as sw
+
+def on_step(report):
+    time.sleep(0.01)
+    if report.number == 25 and os.environ.get("RANK") == "1" and not Path("died").exists():
+        Path("died").touch()
+        if Path("deadly").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+job = sw.Job(
+    model=lambda: sw.models.decoder("gpt2-tiny", context=32), data=sw.datasets.text(length=16),
+    loss=sw.losses.token_cross_entropy, optimizer=sw.adamw(lr=1e-3), batch_size=8, steps=120, on_step=on_step,
+)
+"""
+
+
+def start(folder, *arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", "shardwise", "train", "job.py", *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process):
+    output, _ = process.communicate(timeout=100)
+    return process.returncode, output
+
+
+def losses(run):
+    """Losses by step, the last time each was trained."""
+    found = {}
+    for line in (run / "events" / "rank0.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event["kind"] == "steps":
+            found.update(enumerate(event["losses"], event["first"]))
+    return found
+
+
+def test_a_stop_request_saves_and_the_next_run_goes_on(tmp_path):
+    (tmp_path / "job.py").write_text(JOB)
+    whole, output = finish(start(tmp_path, "--nproc", "2", "--run-dir", "whole"))
+    assert whole == 0, output
+    process = start(tmp_path, "--nproc", "2", "--run-dir", "first")
+    while not (tmp_path / "first" / "events" / "rank0.jsonl").exists() or not losses(tmp_path / "first"):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process)
+    assert code == 75, output
+    assert "go on with --resume first" in output
+    code, output = finish(start(tmp_path, "--nproc", "1", "--plan", "ddp", "--resume", "first", "--run-dir", "second"))
+    assert code == 0, output
+    assert re.search(r"resumed from .* at step \d+", output)
+    both, one = losses(tmp_path / "first") | losses(tmp_path / "second"), losses(tmp_path / "whole")
+    assert sorted(both) == sorted(one)
+    torch.testing.assert_close(torch.tensor(list(both.values())), torch.tensor(list(one.values())), rtol=1e-3, atol=0)
+
+
+def test_a_killed_rank_is_restarted_from_the_last_checkpoint(tmp_path):
+    (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "deadly").touch()
+    arguments = ("--nproc", "2", "--run-dir", "run", "--save-every", "10", "--max-restarts", "1")
+    code, output = finish(start(tmp_path, *arguments))
+    assert code == 0, output
+    assert "rank 1 failed; restart 1 of 1" in output
+    assert re.search(r"resumed from .*step-000000[12]0 at step [12]0", output)
+    assert sorted(losses(tmp_path / "run")) == list(range(120))
+
+
+def test_nothing_to_resume_from_is_refused_at_once(tmp_path):
+    (tmp_path / "job.py").write_text(JOB)
+    code, output = finish(start(tmp_path, "--resume", "nowhere"))
+    assert code == 2
+    assert "--resume nowhere is no run directory" in output
+    assert not (tmp_path / "runs").exists()
+    assert {path.name for path in tmp_path.iterdir()} <= {"job.py", "__pycache__"}
