@@ -33,6 +33,9 @@ data:  ## real MNIST and Fashion-MNIST into data/
 bench: $(BENCH)  ## side-by-side runs against peers, each in its own environment
 	.venv-bench/bin/python benchmarks/overhead.py
 	.venv-bench/bin/python benchmarks/launch.py
+	.venv-bench/bin/python benchmarks/checkpoint.py
+	.venv-bench/bin/python benchmarks/strategies_memory.py
+	.venv-bench/bin/python benchmarks/step.py
 
 clean:  ## forget the environments
 	rm -rf $(VENV) .venv-bench

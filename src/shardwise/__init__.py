@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardwise.plan import Plan as Plan
     from shardwise.train.build import build_step as build_step
     from shardwise.train.build import parallelize as parallelize
+    from shardwise.train.export import export as export
     from shardwise.train.train import train as train
     from shardwise.world import World as World
     from shardwise.world import world as world
@@ -39,6 +40,7 @@ _PUBLIC = {
     "adamw": ("shardwise.job.optimizers", "AdamW"),
     "build_step": ("shardwise.train.build", "build_step"),
     "datasets": ("shardwise.data.datasets", ""),
+    "export": ("shardwise.train.export", "export"),
     "full_state_dict": ("shardwise.parallel.gather", "full_state_dict"),
     "launch": ("shardwise.launch", ""),  # a room that is also its in-process form
     "losses": ("shardwise.job.losses", ""),

@@ -54,6 +54,14 @@ def test_staging_memory_is_kept_between_saves_and_grows_when_it_must():
     assert torch.equal(larger["b"], torch.ones(3, dtype=torch.bfloat16))
 
 
+def test_pieces_that_outgrow_a_chunk_are_staged_all_the_same(monkeypatch):
+    monkeypatch.setattr("shardwise.checkpoint.staging.CHUNK", 100)
+    pieces = {str(size): torch.arange(float(size)) for size in (5, 30, 10, 0, 7)} | {"one": torch.tensor(True)}
+    copies = Staging().copy(pieces)
+    assert copies.keys() == pieces.keys()
+    assert all(torch.equal(copies[name], piece) for name, piece in pieces.items())
+
+
 def two_ranks(world, folder):
     """Training's own group is busy while the thread saves over another."""
     saver = AsyncSaver(world.own_host_group())

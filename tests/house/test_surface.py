@@ -66,6 +66,12 @@ SURFACE = {
     ],
     "watch": [],
     "checkpoint": [],
+    "checkpoint ls": ["PATH"],
+    "checkpoint inspect": ["PATH", "--tensors"],
+    "checkpoint check": ["PATH"],
+    "checkpoint diff": ["LEFT", "RIGHT"],
+    "checkpoint prune": ["PATH", "--keep", "--best", "--highest"],
+    "checkpoint convert": ["SOURCE", "TARGET", "--to", "--weights", "--step", "--config"],
     "bench": [],
     "doctor": [],
 }
@@ -81,6 +87,7 @@ PUBLIC = [
     "adamw",
     "build_step",
     "datasets",
+    "export",
     "full_state_dict",
     "launch",
     "losses",
@@ -105,6 +112,8 @@ def test_verbs_and_their_options_are_frozen():
     for verb in cli.list_commands(context):
         command = cli.get_command(context, verb)
         found[verb] = [words(parameter) for parameter in command.params if parameter.name != "_arguments"]
+        for name, part in getattr(command, "commands", {}).items():
+            found[f"{verb} {name}"] = [words(parameter) for parameter in part.params]
     assert found == SURFACE
 
 

@@ -6,12 +6,12 @@ import math
 import os
 import re
 import stat
-import zlib
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from shardwise.checkpoint.checksum import crc32_text
 from shardwise.checkpoint.dtypes import DTYPES
 from shardwise.checkpoint.errors import DamagedError
 from shardwise.checkpoint.names import parse_name
@@ -70,15 +70,10 @@ class _Envelope(msgspec.Struct, forbid_unknown_fields=True):
     content: msgspec.Raw
 
 
-def checksum_of(data: Any, start: int = 0) -> int:
-    """Return the CRC-32 of a buffer, going on from `start`; other threads run meanwhile."""
-    return zlib.crc32(data, start)
-
-
 def encode(manifest: Manifest) -> bytes:
     """Return the bytes of the manifest file."""
     content = msgspec.json.encode(manifest)
-    return msgspec.json.encode(_Envelope(FORMAT, VERSION, f"{checksum_of(content):08x}", msgspec.Raw(content)))
+    return msgspec.json.encode(_Envelope(FORMAT, VERSION, crc32_text(content), msgspec.Raw(content)))
 
 
 def decode(data: bytes, origin: str) -> Manifest:
@@ -91,7 +86,7 @@ def decode(data: bytes, origin: str) -> Manifest:
             raise DamagedError(
                 f"{origin} has version {envelope.version}, this program reads {VERSION}", fix="use the newer shardwise"
             )
-        if f"{checksum_of(envelope.content):08x}" != envelope.checksum:
+        if crc32_text(envelope.content) != envelope.checksum:
             raise DamagedError(f"{origin} does not match its own checksum")
         manifest = msgspec.json.decode(envelope.content, type=Manifest)
     except (msgspec.MsgspecError, RecursionError) as error:

@@ -6,54 +6,66 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.checkpoint.dtypes import CODES
-from shardwise.checkpoint.shard import ShardLayout, memory_of
+from shardwise.checkpoint.shard import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
+CHUNK = 1 << 30
+"""Memory is taken in such chunks: torch rounds pinned memory up to a power of two, so one block could cost double."""
+
 
 class Staging:
-    """Host memory for one set of pieces, laid out as their shard file; pinned when the pieces live on CUDA.
+    """Host memory for one set of pieces; pinned when they live on CUDA.
 
-    Memory is registered with CUDA rather than taken from torch's pinned allocator, which rounds up to a power of
-    two. Pinning is slow (0.65 s a GiB), copying to pinned memory is not (55 GB/s on an H200): hence kept.
+    Pinning is slow (0.65 s a GiB on an H200's host), copying to pinned memory is not (55 GB/s): hence it is kept.
     """
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._is_pinned = False
+        self._chunks: list[Tensor] = []
 
     def copy(self, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a host copy of each piece, complete on return; the copies before this one are overwritten."""
-        layout = ShardLayout.of({name: (CODES[piece.dtype], tuple(piece.shape)) for name, piece in pieces.items()})
-        start = len(layout.header)
-        self._make_room(layout.size - start, pinned=any(piece.is_cuda for piece in pieces.values()))
+        is_pinned = any(piece.is_cuda for piece in pieces.values())
         copies = {}
-        for name, place in layout.places.items():
-            flat = self._buffer[place.begin - start : place.end - start]
-            copies[name] = flat.view(place.dtype).view(place.shape)
-            _copy(copies[name], pieces[name])
+        for number, names in enumerate(_packed(pieces)):
+            size = sum(pieces[name].nbytes for name in names)
+            begin, chunk = 0, self._chunk(number, size, is_pinned=is_pinned)
+            for name in names:
+                piece = pieces[name]
+                copies[name] = chunk[begin : begin + piece.nbytes].view(piece.dtype).view(piece.shape)
+                _copy(copies[name], piece)
+                begin += piece.nbytes
         for device in {piece.device for piece in pieces.values() if piece.is_cuda}:
             torch.cuda.synchronize(device)
         return copies
 
     def release(self) -> None:
         """Give the memory back."""
-        if self._is_pinned:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr()))
-        self._buffer, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
+        self._chunks.clear()
 
-    def _make_room(self, num_bytes: int, *, pinned: bool) -> None:
-        if len(self._buffer) >= num_bytes and self._is_pinned >= pinned:
-            return
-        self.release()
-        self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        if pinned:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), num_bytes, 0))
-            self._is_pinned = True
+    def _chunk(self, number: int, size: int, *, is_pinned: bool) -> Tensor:
+        if number == len(self._chunks):
+            self._chunks.append(torch.empty(0, dtype=torch.uint8))
+        kept = self._chunks[number]
+        if len(kept) < size or (is_pinned and not kept.is_pinned()):
+            self._chunks[number] = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
+        return self._chunks[number]
+
+
+def _packed(pieces: Mapping[str, Tensor]) -> list[list[str]]:
+    """Deal the names into chunks, the widest dtypes first, so that every piece is aligned; a giant gets its own."""
+    chunks: list[list[str]] = []
+    room = 0
+    for name in sorted(pieces, key=lambda name: -pieces[name].element_size()):
+        if pieces[name].nbytes > room:
+            chunks.append([])
+            room = CHUNK
+        chunks[-1].append(name)
+        room -= pieces[name].nbytes
+    return chunks
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

@@ -19,11 +19,11 @@ VERBS = {
     "launch": "Start any script on many processes, in place of torchrun.",
     "train": "Train a described job on one or many processes.",
     "watch": "Look at a run while it goes on (not built yet).",
-    "checkpoint": "List, check and convert checkpoints (not built yet).",
+    "checkpoint": "List, check, compare and convert checkpoints.",
     "bench": "Measure collectives, overlap and scaling (not built yet).",
     "doctor": "Say what is wrong with a machine or a run (not built yet).",
 }
-BUILT = frozenset({"launch", "train", "verify"})
+BUILT = frozenset({"checkpoint", "launch", "train", "verify"})
 
 
 class Verbs(click.Group):

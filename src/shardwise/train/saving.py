@@ -60,7 +60,7 @@ class Saving:
 
     def restore(self, step: Step, path: Path, manifest: Manifest) -> None:
         """Put the state at `path` into a step that was built to begin at its step number; on every rank."""
-        check_same_job(manifest.facts, self._job, step.length.num_steps)
+        check_same_job(manifest.facts, self._job, number=manifest.step, num_steps=step.length.num_steps)
         forms = {name: (entry.shape, DTYPES[entry.dtype]) for name, entry in manifest.tensors.items()}
         report = load(path, make_room(step, forms), group=self._group, strict=False)
         compared = report.comparison

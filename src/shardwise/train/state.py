@@ -73,10 +73,8 @@ def state_facts(job: Job, plan: Plan, world: World, step: Step) -> dict[str, Any
         "plan": plan_to_toml(plan),
         "layout": str(plan.layout),
         "torch": str(torch.__version__),
-        "optimizer": {
-            "class": type(step.optimizer).__name__,
-            "groups": [_plain(group) for group in step.optimizer.param_groups],
-        },
+        "optimizer": {"class": type(step.optimizer).__name__, "groups": _groups(step, world)},
+        "tied": _tied(step),
         "random": {str(rank): state for rank, state in enumerate(world.gather(_random_state()))},
     }
 
@@ -99,18 +97,16 @@ def restore_random(facts: Mapping[str, Any], plan: Plan, world: World, step: Ste
     return True
 
 
-def check_same_job(facts: Mapping[str, Any], job: Job, num_steps: int) -> None:
-    """Refuse to go on with another stream of samples than the checkpoint's."""
+def check_same_job(facts: Mapping[str, Any], job: Job, *, number: int, num_steps: int) -> None:
+    """Refuse to go on with another stream of samples than the checkpoint's; one from elsewhere may not say."""
     for name, now in (("seed", job.seed), ("batch_size", job.batch_size)):
-        if facts.get(name) != now:
+        if facts.get(name, now) != now:
             raise JobError(
                 f"the checkpoint was saved with {name} {facts.get(name)}, the job has {now}: other samples would come",
                 fix=f"--set {name}={facts.get(name)}, or --resume never",
             )
-    if facts["step"] > num_steps:
-        raise JobError(
-            f"the checkpoint is at step {facts['step']}, the job ends at {num_steps}", fix="lengthen the job"
-        )
+    if number > num_steps:
+        raise JobError(f"the checkpoint is at step {number}, the job ends at {num_steps}", fix="lengthen the job")
 
 
 def _persistent_buffers(step: Step) -> list[tuple[str, Tensor]]:
@@ -136,6 +132,25 @@ def _random_state() -> dict[str, str]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     return {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}
+
+
+def _groups(step: Step, world: World) -> list[dict[str, Any]]:
+    """Return the optimizer's groups with the names of their parameters on all stages; communicates over the world."""
+    names = {id(parameter): name for name, parameter in step.optimized.named}
+    mine = [[names[id(parameter)] for parameter in group["params"]] for group in step.optimizer.param_groups]
+    everyone = world.gather(mine)
+    groups = []
+    for number, group in enumerate(step.optimizer.param_groups):
+        members = [name for groups_there in everyone for name in (groups_there[number : number + 1] or [[]])[0]]
+        groups.append(_plain(group) | {"params": list(dict.fromkeys(members))})
+    return groups
+
+
+def _tied(step: Step) -> dict[str, str]:
+    """Return the other names of shared parameters, each with the one it is saved under."""
+    kept = {id(parameter): name for name, parameter in step.named_parameters()}
+    everywhere = (item for stage in stages_of(step.model) for item in stage.named_parameters(remove_duplicate=False))
+    return {name: kept[id(parameter)] for name, parameter in everywhere if kept[id(parameter)] != name}
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,152 @@
+"""What a checkpoint of any kind holds, under the names and in the words of our own: the middle of every conversion."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint.dtypes import CODES, DTYPES
+from shardwise.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    from shardwise.checkpoint.pieces import Form
+
+MODEL, OPTIMIZER = "model/", "optimizer/"
+BATCH_BYTES = 256 << 20
+"""Bytes of tensors that are read at a time where they need not all be there at once."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Tensors that are read when they are asked for, and facts.
+
+    Facts that are understood here: `optimizer.groups`, a list of settings with `params` (names) in each, and `tied`,
+    which gives for each weight that is another one's alias the name that holds the values.
+    """
+
+    kind: str
+    step: int
+    forms: dict[str, Form]
+    """Dtype name and whole shape by name: model/NAME, optimizer/PARAMETER/KEY, anything else."""
+    facts: dict[str, Any]
+    read: Callable[[Collection[str]], dict[str, Tensor]]
+    """Returns the named tensors, whole, on the host."""
+    left_out: tuple[str, ...] = ()
+    """What of the source is not in here, one sentence each."""
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Weights that are others' aliases: name -> the name that holds the values, both without "model/"."""
+        tied = self.facts.get("tied")
+        return {
+            alias: name
+            for alias, name in (tied.items() if isinstance(tied, dict) else ())
+            if isinstance(name, str) and MODEL + name in self.forms and MODEL + alias not in self.forms
+        }
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """Settings of the optimizer's parameter groups, as far as they are known."""
+        optimizer = self.facts.get("optimizer")
+        groups = optimizer.get("groups") if isinstance(optimizer, dict) else None
+        return [dict(group) for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+
+    def states(self) -> dict[str, dict[str, str]]:
+        """Return optimizer states: parameter -> key -> full name."""
+        found: dict[str, dict[str, str]] = {}
+        for name in self.forms:
+            if name.startswith(OPTIMIZER):
+                parameter, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
+                found.setdefault(parameter, {})[key] = name
+        return found
+
+    def batches(self, max_bytes: int = BATCH_BYTES) -> Iterator[dict[str, Tensor]]:
+        """Yield all tensors in order, as many at a time as `max_bytes` hold, at least one."""
+        for names in self.split(self.forms, max_bytes):
+            yield self.read(names)
+
+    def split(self, names: Collection[str], max_bytes: int) -> list[list[str]]:
+        """Return `names` in parts of at most `max_bytes` each, unless a single tensor is larger."""
+        parts: list[list[str]] = []
+        room = 0
+        for name in names:
+            size = bytes_of(self.forms[name])
+            if not parts or size > room:
+                parts.append([])
+                room = max_bytes
+            parts[-1].append(name)
+            room -= size
+        return parts
+
+    def only_weights(self) -> Contents:
+        """Return the same without optimizer, facts and step."""
+        forms = {name: form for name, form in self.forms.items() if name.startswith(MODEL)}
+        tied = self.tied
+        return dataclasses.replace(self, step=0, forms=forms, facts={"tied": tied} if tied else {})
+
+
+def bytes_of(form: Form) -> int:
+    """Return how many bytes a tensor of this form has."""
+    return DTYPES[form[0]].itemsize * torch.Size(form[1]).numel()
+
+
+def form_of(name: str, tensor: Tensor) -> Form:
+    """Return the form of a plain host tensor; any other kind is refused by name."""
+    if type(tensor) not in {Tensor, nn.Parameter} or tensor.layout != torch.strided or tensor.is_meta:
+        words = f"a {type(tensor).__name__} ({tensor.layout}, {tensor.device.type})"
+        raise InputError(f"tensor {name!r} is {words}", fix="save whole, plain tensors")
+    return form_from(name, tensor.dtype, tuple(tensor.shape))
+
+
+def form_from(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Form:
+    """Return the form of a tensor; a dtype that a checkpoint cannot hold is refused by name."""
+    if dtype not in CODES:
+        raise InputError(f"tensor {name!r} is {dtype}", fix=f"use one of {', '.join(DTYPES)}")
+    return CODES[dtype], shape
+
+
+def find_ties(contents: Contents) -> Contents:
+    """Return the same with weights that are copies of another one told as tied to it; reads what may be one.
+
+    A matrix is a copy if another has the same bits and it has no optimizer state of its own where any has: a state
+    dict of a model with tied weights names them all, an optimizer only one. Constant matrices prove nothing.
+    """
+    states = contents.states()
+    originals: dict[tuple[Form, int], str] = {}
+    matrices = {
+        name: form for name, form in contents.forms.items() if name.startswith(MODEL) and len(form[1]) > 1 and form[1]
+    }
+    # Those with a state first: they are the ones that others are copies of.
+    ordered = sorted(matrices, key=lambda name: name.removeprefix(MODEL) not in states)
+    repeated = {form for form, count in Counter(matrices.values()).items() if count > 1}
+    tied: dict[str, str] = {}
+    for part in contents.split([name for name in ordered if matrices[name] in repeated], BATCH_BYTES):
+        for name, tensor in contents.read(part).items():
+            bits = _bits(tensor)
+            if bits is None:
+                continue
+            short = name.removeprefix(MODEL)
+            original = originals.setdefault((matrices[name], bits), short)
+            if original != short and not (short in states and original in states):
+                tied[short] = original
+    if not tied:
+        return contents
+    forms = {name: form for name, form in contents.forms.items() if name.removeprefix(MODEL) not in tied}
+    return dataclasses.replace(contents, forms=forms, facts={**contents.facts, "tied": {**contents.tied, **tied}})
+
+
+def _bits(tensor: Tensor) -> int | None:
+    """Return a fingerprint of the values; None if they are all the same."""
+    data = tensor.contiguous().flatten().view(torch.uint8)
+    rows = data.view(-1, tensor.element_size())
+    if len(rows) < 2 or bool((rows == rows[0]).all()):
+        return None
+    return int.from_bytes(hashlib.blake2b(data.numpy().data, digest_size=16).digest(), "little")

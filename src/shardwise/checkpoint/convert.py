@@ -1,0 +1,166 @@
+"""Converting: every kind of checkpoint that is known, and from any of them to any other."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.checkpoint import convert_dcp, convert_hf, convert_own, convert_torch
+from shardwise.checkpoint.contents import bytes_of, find_ties
+from shardwise.checkpoint.dcp_metadata import METADATA
+from shardwise.checkpoint.disk import sync_folder, write_synced
+from shardwise.checkpoint.errors import explained
+from shardwise.checkpoint.names import parse_name
+from shardwise.errors import InputError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardwise.checkpoint.contents import Contents
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of checkpoint: how to know it, read it and write it."""
+
+    words: str
+    is_at: Callable[[Path], bool]
+    read: Callable[[Path], Contents]
+    write: Callable[[Contents, Path], list[str]]
+    """Writes to a path where nothing is, and returns what the target cannot hold, one sentence each."""
+    holds_weights_only: bool = False
+
+
+KINDS = {
+    "shardwise": Kind(
+        "a checkpoint of ours, a folder of them or a run directory",
+        lambda path: bool(convert_own.find_checkpoints(path)),
+        convert_own.read,
+        convert_own.write,
+    ),
+    "dcp": Kind(
+        "a torch.distributed.checkpoint folder",
+        lambda path: (path / METADATA).is_file(),
+        convert_dcp.read,
+        convert_dcp.write,
+    ),
+    "hf": Kind(
+        "a Hugging Face folder of safetensors",
+        lambda path: path.suffix == ".safetensors" or any(path.glob("*.safetensors")),
+        convert_hf.read,
+        convert_hf.write,
+        holds_weights_only=True,
+    ),
+    "torch": Kind("a torch file", Path.is_file, convert_torch.read, convert_torch.write),
+}
+"""Tried in this order; another engine's folders are one more line."""
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What one conversion did."""
+
+    source_kind: str
+    target_kind: str
+    path: Path
+    step: int
+    num_tensors: int
+    num_bytes: int
+    tied: dict[str, str]
+    left_out: tuple[str, ...]
+    """What of the source is not in the target, one sentence each."""
+
+
+def open_contents(path: Path | str) -> Contents:
+    """Return what the checkpoint at `path` holds, whatever its kind; no code in it is run."""
+    path = Path(path)
+    if not path.exists():
+        raise InputError(f"{path} is not there", fix="name a checkpoint")
+    for kind in KINDS.values():
+        if kind.is_at(path):
+            return kind.read(path)
+    raise InputError(
+        f"{path} is no checkpoint that is known", fix=f"name {', '.join(kind.words for kind in KINDS.values())}"
+    )
+
+
+def convert(
+    source: Path | str,
+    target: Path | str,
+    to: str,
+    *,
+    weights: bool = False,
+    step: int | None = None,
+    config: Path | None = None,
+) -> ConvertReport:
+    """Write the checkpoint at `source` as a new one of kind `to` at `target`, whole or not at all; one process.
+
+    `weights` leaves out all but the model's tensors; `step` is the number of optimizer steps made, where the source
+    does not say; `config` is put beside the weights of a Hugging Face folder.
+    """
+    target = Path(target)
+    if to not in KINDS:
+        raise InputError(f"there is no kind {to!r} of checkpoint", fix=nearest(to, KINDS))
+    _check_target(target, to, config)
+    contents = open_contents(source)
+    if not contents.forms:
+        raise InputError(f"{source} holds no tensor of a model or optimizer", fix="name another checkpoint")
+    if contents.kind == "dcp":
+        contents = find_ties(contents)
+    if weights:
+        contents = contents.only_weights()
+    if step is not None:
+        contents = dataclasses.replace(contents, step=step)
+    if to == "shardwise":
+        contents = dataclasses.replace(contents, facts={**contents.facts, "step": contents.step})
+        named = parse_name(target.name)
+        if named is not None and named[0] != contents.step:
+            raise InputError(f"target {target} is named for another step than {contents.step}", fix="give --step")
+    left_out = [*contents.left_out, *_publish(contents, target, to, config)]
+    if to == "hf" and config is None:
+        left_out.append("config.json: a checkpoint does not know it, give it with --config")
+    written = (contents.only_weights() if KINDS[to].holds_weights_only else contents).forms
+    return ConvertReport(
+        source_kind=contents.kind,
+        target_kind=to,
+        path=target,
+        step=contents.step,
+        num_tensors=len(written),
+        num_bytes=sum(map(bytes_of, written.values())),
+        tied=contents.tied,
+        left_out=tuple(left_out),
+    )
+
+
+def _check_target(target: Path, to: str, config: Path | None) -> None:
+    if target.exists() or target.is_symlink():
+        raise InputError(f"target {target} is there already", fix="name a new one")
+    if not target.parent.is_dir():
+        raise InputError(f"target {target} is in a folder that is not there", fix="make the folder first")
+    if config is not None and to != "hf":
+        raise InputError(f"a config goes into a Hugging Face folder, not into {to}", fix="leave --config out")
+    if config is not None and not config.is_file():
+        raise InputError(f"config {config} is not a file", fix="name the config.json of the model")
+
+
+def _publish(contents: Contents, target: Path, to: str, config: Path | None) -> list[str]:
+    """Write under another name and rename: what is at `target` is whole."""
+    workshop = target.with_name(f".converting-{target.name}-{secrets.token_hex(4)}")
+    try:
+        workshop.mkdir()
+        draft = workshop / target.name
+        left_out = KINDS[to].write(contents, draft)
+        if config is not None:
+            write_synced(draft / "config.json", config.read_bytes())
+            sync_folder(draft)
+        draft.rename(target)
+        sync_folder(target.parent)
+    except Exception as error:
+        raise explained(error) from error
+    finally:
+        shutil.rmtree(workshop, ignore_errors=True)
+    return left_out

@@ -1,0 +1,117 @@
+"""`shardwise checkpoint`: what is saved, whether it is sound, how two differ, what may go, and other formats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from shardwise.run.console import complain, say
+from shardwise.run.exitcodes import CHECK_FAILED, DONE
+
+KINDS = ("torch", "dcp", "hf", "shardwise")
+"""The kinds that `convert` writes; here as words, so that torch is not imported to show them."""
+_PATH = click.Path(path_type=Path)
+
+
+@click.group("checkpoint", no_args_is_help=True)
+def command() -> None:
+    """List, check, compare and convert checkpoints."""
+
+
+@command.command("ls", no_args_is_help=True)
+@click.argument("path", type=_PATH)
+def ls(path: Path) -> int:
+    """List the checkpoints in a run directory, a folder, or one; sizes and headers are looked at, not every byte."""
+    from shardwise.checkpoint.listing import list_checkpoints
+    from shardwise.cli.checkpoint_view import show_listing
+
+    show_listing(list_checkpoints(path, deep=False))
+    return DONE
+
+
+@command.command("inspect", no_args_is_help=True)
+@click.argument("path", type=_PATH)
+@click.option("--tensors", is_flag=True, help="List every tensor with dtype and shape.")
+def inspect(path: Path, *, tensors: bool) -> int:
+    """Show the facts and tensors of a checkpoint of any kind."""
+    from shardwise.checkpoint.convert import open_contents
+    from shardwise.cli.checkpoint_view import show_contents, show_tensors
+
+    contents = open_contents(path)
+    show_contents(path, contents)
+    if tensors:
+        show_tensors(contents)
+    return DONE
+
+
+@command.command("check", no_args_is_help=True)
+@click.argument("path", type=_PATH)
+def check(path: Path) -> int:
+    """Read every byte and compare it with its checksum; exit code 3 if anything is damaged."""
+    from shardwise.checkpoint.listing import list_checkpoints
+
+    rows = list_checkpoints(path, deep=True)
+    for row in rows:
+        for damage in row.damages:
+            complain(f"damaged: {damage}")
+        if not row.damages:
+            say(f"sound: {row.path}")
+    return CHECK_FAILED if any(row.damages for row in rows) else DONE
+
+
+@command.command("diff", no_args_is_help=True)
+@click.argument("left", type=_PATH)
+@click.argument("right", type=_PATH)
+def diff(left: Path, right: Path) -> int:
+    """Compare two checkpoints of any kinds, tensor by tensor; exit code 3 if a tensor differs."""
+    from shardwise.checkpoint.convert import open_contents
+    from shardwise.checkpoint.diff import diff as compare
+    from shardwise.cli.checkpoint_view import show_diff
+
+    report = compare(open_contents(left), open_contents(right))
+    show_diff(report, left, right)
+    return DONE if report.are_tensors_equal else CHECK_FAILED
+
+
+@command.command("prune", no_args_is_help=True)
+@click.argument("path", type=_PATH)
+@click.option("--keep", type=click.IntRange(min=1), required=True, help="Newest checkpoints that stay.")
+@click.option("--best", metavar="METRIC", default="", help="Also keep the one with the lowest METRIC.")
+@click.option("--highest", is_flag=True, help="The highest METRIC is the best.")
+def prune(path: Path, *, keep: int, best: str, highest: bool) -> int:
+    """Remove old checkpoints; the newest good one stays in any case."""
+    from shardwise.checkpoint import CheckpointFolder, Keep
+    from shardwise.checkpoint.listing import list_checkpoints
+    from shardwise.errors import InputError, nearest
+
+    rows = list_checkpoints(path, deep=False)
+    if [row.path for row in rows] == [path]:
+        raise InputError(f"{path} is one checkpoint", fix="name the run directory or the folder it is in")
+    metrics = {name for row in rows for name in row.metrics}
+    if best and best not in metrics:
+        raise InputError(
+            f"no checkpoint in {path} tells a metric {best!r}", fix=nearest(best, metrics) if metrics else ""
+        )
+    rule = Keep(last=keep, best=1 if best else 0, metric=best, highest=highest)
+    removed = CheckpointFolder(rows[0].path.parent).prune(rule, deep=True)
+    for each in removed:
+        say(f"removed: {each}")
+    say(f"{len(rows) - len(removed)} checkpoints stay")
+    return DONE
+
+
+@command.command("convert", no_args_is_help=True)
+@click.argument("source", type=_PATH)
+@click.argument("target", type=_PATH)
+@click.option("--to", "kind", type=click.Choice(KINDS), required=True, help="What to write.")
+@click.option("--weights", is_flag=True, help="Only the model's weights, as a plain state dict where TARGET is torch.")
+@click.option("--step", type=click.IntRange(min=0), help="Optimizer steps made, where SOURCE does not say.")
+@click.option("--config", type=_PATH, help="config.json to put beside the weights of a Hugging Face folder.")
+def convert(source: Path, target: Path, *, kind: str, weights: bool, step: int | None, config: Path | None) -> int:
+    """Write SOURCE, whose kind is recognised, as a new checkpoint TARGET; says what TARGET cannot hold."""
+    from shardwise.checkpoint.convert import convert as write
+    from shardwise.cli.checkpoint_view import show_conversion
+
+    show_conversion(write(source, target, kind, weights=weights, step=step, config=config))
+    return DONE
