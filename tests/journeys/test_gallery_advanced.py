@@ -77,7 +77,7 @@ def page() -> str:
     return (CHAPTER / "README.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 def test_every_product_has_the_losses_of_every_other(tmp_path):
     lines = commands("launch", "hybrid_parallelism.py") + commands("torchrun", "hybrid_parallelism.py")
     outputs = [run(line, tmp_path) for line in lines]

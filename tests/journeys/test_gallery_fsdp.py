@@ -79,7 +79,7 @@ def losses(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 def test_fsdp_basics_has_the_same_losses_on_any_mesh(tmp_path):
     lines = commands("fsdp_basics.py")
     assert len(lines) == 3

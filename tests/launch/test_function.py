@@ -48,6 +48,21 @@ def test_process_with_threads_is_not_forked_and_closures_travel_all_the_same(cap
     assert capsys.readouterr().out.count("hello from a rank") == 2
 
 
+def test_functions_that_use_our_rooms_travel_from_a_process_with_threads():
+    def who():
+        with sw.world() as world:
+            return world.rank
+
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait)
+    thread.start()
+    try:
+        assert sw.launch(who, nproc=2) == [0, 1]
+    finally:
+        release.set()
+        thread.join()
+
+
 @pytest.mark.parametrize("threads", [False, True])
 def test_exception_of_the_failing_rank_is_raised(threads):
     def fail():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -188,7 +189,7 @@ def _conclude(launched: Launched, run: RunDirectory) -> int:
     outcome = launched.outcome
     if isinstance(launched.decision, Finish) and launched.decision.exit_code == PREEMPTED:
         complain(f"shardwise: stopped and saved; go on with --resume {run.path}")
-        return PREEMPTED
+        return INTERRUPTED if outcome.interrupted == signal.SIGINT else PREEMPTED
     if outcome.interrupted:
         complain(f"shardwise: interrupted; the run is in {run.path}")
         return INTERRUPTED

@@ -63,5 +63,9 @@ class _Room(ModuleType):
 
         return launch_function(*args, **kwargs)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel by name, as modules do: functions that use this room are pickled on their way to ranks."""
+        return importlib.import_module, (self.__name__,)
+
 
 sys.modules[__name__].__class__ = _Room

@@ -1,7 +1,9 @@
 """Training: wiring, the loop, evaluation and the report."""
 
+import importlib
 import sys
 from types import ModuleType
+from typing import Any
 
 from shardwise.train.train import train
 
@@ -12,6 +14,10 @@ class _Room(ModuleType):
     """This room, which is also the verb: `sw.train(job, plan, world)`."""
 
     __call__ = staticmethod(train)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel by name, as modules do: functions that use this room are pickled on their way to ranks."""
+        return importlib.import_module, (self.__name__,)
 
 
 sys.modules[__name__].__class__ = _Room
