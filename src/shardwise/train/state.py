@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -23,13 +23,6 @@ if TYPE_CHECKING:
     from shardwise.world import World
 
 MODEL, OPTIMIZER, UPDATE = "model/", "optimizer/", "update/"
-
-
-class SavedTensor(Protocol):
-    """What a checkpoint says of one tensor."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 def state_tensors(step: Step) -> dict[str, Tensor]:
