@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpoint import AsyncSaver, CheckpointError, CheckpointFolder, Keep, MismatchError, load, read_manifest
+from shardwise.checkpoint import (
+    AsyncSaver,
+    CheckpointError,
+    CheckpointFolder,
+    Keep,
+    MismatchError,
+    check_storage,
+    load,
+    read_manifest,
+)
 from shardwise.checkpoint.dtypes import DTYPES
 from shardwise.errors import InputError
 from shardwise.train.state import UPDATE, check_same_job, make_room, restore_random, state_facts, state_tensors
@@ -44,6 +53,7 @@ class Saving:
         self._group = world.own_host_group() if world.size > 1 else None
         self._saver = AsyncSaver(self._group)
         self._last_saved: int | None = None
+        self._has_shared_storage = False
 
     def resume_point(self) -> tuple[Path, Manifest] | None:
         """Return the checkpoint to go on from, None for a fresh start; communicates over the world.
@@ -95,6 +105,9 @@ class Saving:
             return
         facts = state_facts(self._job, self._plan, self._world, step) | {"metrics": metrics}
         try:
+            if not self._has_shared_storage:
+                check_storage(self.spec.folder, group=self._group)
+                self._has_shared_storage = True
             stall = self._saver.save(self.spec.folder, step.number, state_tensors(step), facts)
         except CheckpointError as error:
             self._events.write("note", text=f"not saved: {error}")

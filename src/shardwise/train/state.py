@@ -9,6 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint.contents import MODEL, OPTIMIZER
 from shardwise.errors import JobError
 from shardwise.parallel.apply import stages_of
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from shardwise.step.step import Step
     from shardwise.world import World
 
-MODEL, OPTIMIZER, UPDATE = "model/", "optimizer/", "update/"
+UPDATE = "update/"
 
 
 def state_tensors(step: Step) -> dict[str, Tensor]:
