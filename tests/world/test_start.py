@@ -263,3 +263,30 @@ def test_contradicting_variables_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(EnvironmentVariablesError, match="WORLD_SIZE=2 is set but RANK is not"):
         world()
+
+
+def test_threads_of_gloo_are_done_with_tensors_before_the_interpreter_ends(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""\
+            import sys
+            import torch
+            import torch.distributed as dist
+            from shardwise.world import world
+            sys.setswitchinterval(1000)  # a thread gets the interpreter's lock only when it is let go
+            me = world(timeout_s=30, device="cpu")
+            held = dist.group.WORLD  # as a sharded model holds it: its threads live on after the group's end
+            for value in [torch.ones(10) for _ in range(20)]:
+                dist.all_reduce(value)
+            me.close()
+            """)
+    )
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env=rank_environment(rank=rank, world_size=4, local_rank=rank, local_world_size=4, extra=master),
+        )
+        for rank in range(4)
+    ]
+    assert [rank.wait(60) for rank in ranks] == [0] * 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import socket
+import time
 import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
     from shardwise.environment import Identity
     from shardwise.layout import Layout
     from shardwise.world.stores import Store
+
+THREADS_CATCH_UP_S = 0.02
+"""What gloo's threads get before a group ends. They drop the tensors of finished work, for which they take the
+interpreter's lock: a thread that comes late meets an interpreter that ends, and the process aborts, or a group whose
+end waits for the thread, for ever."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -224,6 +230,8 @@ class World:
 
     def _end(self) -> None:
         atexit.unregister(self._abandon)
+        if self.size > 1 and self._host_backend == "gloo":
+            time.sleep(THREADS_CATCH_UP_S)
         dist.destroy_process_group()
 
 
