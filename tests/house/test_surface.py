@@ -16,6 +16,7 @@ SURFACE = {
         "--steps",
         "--nproc/--nproc-per-node",
         "--precision",
+        "--resume",
         "--shrink",
         "--set",
         "--json",

@@ -68,7 +68,25 @@ def test_shrunk_and_overridden_jobs_are_verified_too(folder, capfd):
     assert main(["verify", f"{ROOT}/examples/text.py", *arguments]) == 0
 
 
+@pytest.mark.slow
+def test_resume_is_proven_with_kills_and_its_own_words(folder, capfd):
+    arguments = ["--resume", "--nproc", "2", "--steps", "4", "--plans", "zero3"]
+    assert main(["verify", f"{EXAMPLES}/llama.py", *arguments]) == 0
+    shown = " ".join(capfd.readouterr().out.split())
+    assert "killed after step 1 and" in shown
+    assert "resumed on 2 ranks, then as zero3 on 1 rank" in shown
+    assert "llama: 1 passed; 4 steps on 2 ranks beside a run that nobody stopped" in shown
+
+
+def test_a_resume_that_is_not_exact_exits_with_3_and_names_the_cause(folder, capfd):
+    assert main(["verify", "wrong.py", "--resume", "--nproc", "2", "--plans", "ddp", "--json"]) == 3
+    report = json.loads(capfd.readouterr().out)
+    assert report["steps"] == 6
+    assert [finding["cause"] for finding in report["verdicts"][0]["findings"]] == ["random numbers"]
+
+
 BAD = {
+    "too few steps to resume": (["--resume", "--steps", "3"], "--steps 4 or more"),
     "unknown preset": (["--plans", "fspd"], "'fsdp'"),
     "plan for another world": (["--plans", "pp2.tp2"], "4 ranks"),
     "no plan": (["--plans", ","], "names no plan"),
@@ -151,6 +169,15 @@ def test_every_plan_computes_what_one_process_computes(job, nproc, reports):
     assert report.count("failed") == 0, statuses
     assert report.count("passed") >= 14, statuses
     reports[job, nproc] = report
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(1800)
+def test_every_exact_plan_is_resumed_as_the_next_one_on_other_ranks():
+    report = verify(refer(f"{EXAMPLES}/llama.py", {}), nproc=4, steps=6, resume=True)
+    statuses = {verdict.plan: (verdict.status, verdict.reason, verdict.findings) for verdict in report.verdicts}
+    assert report.count("failed") == 0, statuses
+    assert report.count("passed") >= 20, statuses
 
 
 @pytest.mark.prove

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="all, or presets, products and .toml files, comma separated; zero3+recompute=full overrides a field.",
 )
-@click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Optimizer steps to compare.")
+@click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps to compare (default: 3, 6 with --resume).")
 @click.option(
     "--nproc", "--nproc-per-node", "nproc", type=click.IntRange(min=1), default=4, show_default=True, help="CPU ranks."
 )
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="fp64 for equality, fp32 against the measured noise.",
 )
+@click.option("--resume", is_flag=True, help="Kill each plan, resume it on other ranks, and compare with no kill.")
 @click.option("--shrink", is_flag=True, help="Make the model small in width and depth, never in structure.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a field of the job.")
 @click.option("--json", "as_json", is_flag=True, help="Write the report as JSON to standard output.")
@@ -42,15 +43,19 @@ def command(
     *,
     job: str,
     plans: str,
-    steps: int,
+    steps: int | None,
     nproc: int,
     precision: str,
+    resume: bool,
     shrink: bool,
     settings: tuple[str, ...],
     as_json: bool,
     markdown: Path | None,
 ) -> int:
-    """Train the Job in JOB.py under each plan and in one process, and compare every number."""
+    """Train the Job in JOB.py under each plan and in one process, and compare every number.
+
+    With --resume: kill it, resume it on other ranks, and compare samples, losses and weights with a run nobody stopped.
+    """
     from shardwise.environment import identify
     from shardwise.errors import InputError
     from shardwise.job import refer
@@ -68,9 +73,10 @@ def command(
         refer(job, parse_overrides(settings)),
         None if plans == "all" else parse_plans(plans),
         nproc=nproc,
-        steps=steps,
+        steps=steps or (6 if resume else 3),
         precision=precision,  # type: ignore[arg-type]  # one of the two choices above
         shrink=shrink,
+        resume=resume,
         on_verdict=_tell,
     )
     if markdown is not None:

@@ -38,28 +38,36 @@ def open_weights(path: Path) -> Mapping[str, Tensor]:
 
 
 class _Safetensors(Mapping[str, Tensor]):
-    """Tensors of several files under one roof."""
+    """Tensors of several files under one roof, of which one at a time is open: mapped pages count as host memory."""
 
     def __init__(self, files: list[Path]) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        self._files: dict[str, Any] = {}
+        self._paths: dict[str, Path] = {}
         for path in files:
-            try:
-                file = safe_open(path, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise _unreadable(path, error) from error
-            self._files.update(dict.fromkeys(file.keys(), file))  # type: ignore[no-untyped-call]
+            self._paths.update(dict.fromkeys(_open(path).keys(), path))
+        self._open: tuple[Path, Any] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
-        value: Tensor = self._files[name].get_tensor(name)
+        path = self._paths[name]
+        if self._open is None or self._open[0] != path:
+            self._open = None  # before the next one is mapped
+            self._open = (path, _open(path))
+        value: Tensor = self._open[1].get_tensor(name)
         return value
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self._paths)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._paths)
+
+
+def _open(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, error) from error
 
 
 def _unreadable(path: Path, error: Exception) -> JobError:

@@ -76,6 +76,8 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     nproc: int
     steps: int
     precision: str
+    beside: str = "one process"
+    """What every plan was compared with."""
     notes: tuple[str, ...]
     verdicts: tuple[PlanVerdict, ...]
 
@@ -132,7 +134,7 @@ def summary_line(report: VerifyReport) -> str:
     """Say the result in one line."""
     counts = [f"{report.count(status)} {status}" for status in ("passed", "failed", "refused", "does not apply")]
     said = ", ".join(words for words in counts if not words.startswith("0 "))
-    return f"{report.job}: {said}; {report.steps} steps on {report.nproc} ranks beside one process"
+    return f"{report.job}: {said}; {report.steps} steps on {report.nproc} ranks beside {report.beside}"
 
 
 def markdown_table(reports: Sequence[VerifyReport]) -> str:

@@ -56,11 +56,13 @@ def _cut(tensor: DTensor) -> str:
 
 def row_digests(batch: StepBatch) -> list[str]:
     """Return a digest of every real row of a step, in order."""
-    digests = []
-    for micro_batch in batch.micro_batches:
-        parts = [t for t in tensors(micro_batch.batch) if t.ndim and t.shape[0] == micro_batch.filled]
-        digests += [_digest(part[row] for part in parts) for row in range(micro_batch.rows)]
-    return digests
+    return [digest for each in batch.micro_batches for digest in digest_rows(each.batch, each.rows, each.filled)]
+
+
+def digest_rows(batch: Any, rows: int, filled: int) -> list[str]:
+    """Return a digest of each of the first `rows` of a batch that has `filled`."""
+    parts = [t for t in tensors(batch) if t.ndim and t.shape[0] == filled]
+    return [_digest(part[row] for part in parts) for row in range(rows)]
 
 
 def _digest(values: Iterable[Any]) -> str:

@@ -16,11 +16,13 @@ from shardwise.parallel.support import require_supported
 from shardwise.verify.bench import Bench, Record
 from shardwise.verify.compare import losses_of
 from shardwise.verify.investigate import Case, investigate
+from shardwise.verify.kill import choose_kills
 from shardwise.verify.masks import judge_masks, watch_masks
 from shardwise.verify.plans import Exact, all_plans, changed_numbers, in_precision, settle_plan
 from shardwise.verify.prepare import Preparation
 from shardwise.verify.ranks import on_ranks, preload
 from shardwise.verify.report import Finding, Gap, PlanVerdict, VerifyReport
+from shardwise.verify.resume import judge_resume
 from shardwise.verify.variants import Variant
 
 if TYPE_CHECKING:
@@ -42,14 +44,19 @@ def verify(
     steps: int = 3,
     precision: Exact = "fp64",
     shrink: bool = False,
+    resume: bool = False,
     timeout_s: float = 600.0,
     on_verdict: Callable[[PlanVerdict], None] = lambda _: None,
 ) -> VerifyReport:
     """Train the job under each plan from the same weights and data as one process, and compare all numbers.
 
     `plans` are written as SPEC+KEY=VALUE; None is every plan of `all_plans`, where one that does not fit the job is
-    no failure. Each plan trains on `nproc` forked CPU ranks; this process runs no tensor operation.
+    no failure. Each plan trains on `nproc` forked CPU ranks; this process runs no tensor operation. With `resume`
+    each is compared with itself instead: killed and resumed, on other ranks as the next plan, beside a run that
+    nobody stopped.
     """
+    if resume:
+        choose_kills("", steps)  # refuses too few steps
     preload()
     # In a fork: a job file may run tensor operations when it is loaded, and this process must stay fit to be forked.
     batch_size: int = run_forked(lambda _: load_job(reference).batch_size, 1, timeout_s=timeout_s)[0]
@@ -64,21 +71,30 @@ def verify(
         preload(bench.one(precision).traced[0].imported)
         for name in names:
             began = time.perf_counter()
-            verdict = _judge(bench, name, nproc, precision)
+            verdict = _judge(bench, name, nproc, precision, resumed_as=names if resume else None)
             if plans is None and verdict.status == "refused":
                 verdict = msgspec.structs.replace(verdict, status="does not apply")
             verdicts.append(msgspec.structs.replace(verdict, seconds=time.perf_counter() - began))
             on_verdict(verdicts[-1])
     return VerifyReport(
-        job=reference.name, nproc=nproc, steps=steps, precision=precision, notes=_NOTES, verdicts=tuple(verdicts)
+        job=reference.name,
+        nproc=nproc,
+        steps=steps,
+        precision=precision,
+        beside="a run that nobody stopped" if resume else "one process",
+        notes=_NOTES,
+        verdicts=tuple(verdicts),
     )
 
 
-def _judge(bench: Bench, name: str, nproc: int, precision: Exact) -> PlanVerdict:
+def _judge(bench: Bench, name: str, nproc: int, precision: Exact, *, resumed_as: Sequence[str] | None) -> PlanVerdict:
     """Train one plan and give a verdict; whatever a rank raises is part of it."""
     try:
         plan = settle_plan(name, batch_size=bench.batch_size, nproc=nproc)
         changes = changed_numbers(plan, has_batch_norm=bench.one(precision).traced[0].has_batch_norm)
+        if resumed_as is not None:
+            _require_exact(changes)
+            return judge_resume(bench, name, plan, resumed_as, precision)
         if changes:
             return _judge_by_band(bench, name, plan, changes)
         return _judge_by_value(bench, name, in_precision(plan, precision), precision)
@@ -86,6 +102,13 @@ def _judge(bench: Bench, name: str, nproc: int, precision: Exact) -> PlanVerdict
         return PlanVerdict(plan=name, status="refused", reason=str(error))
     except Exception as error:  # noqa: BLE001 - a plan that crashes has failed, and the others are still to be seen
         return PlanVerdict(plan=name, status="failed", reason=_crash_words(error))
+
+
+def _require_exact(changes: dict[str, float]) -> None:
+    if changes:
+        raise InputError(
+            f"it {' and '.join(changes)}, so that other ranks give other numbers", fix="verify --resume an exact plan"
+        )
 
 
 def _crash_words(error: Exception) -> str:
