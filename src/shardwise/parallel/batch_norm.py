@@ -45,26 +45,13 @@ class BatchNorm(_BatchNorm):
                 fix="use a batch_size that divides the dataset, or a norm that does not mix rows",
             )
         if self.group is None and rows == filled:
-            return super().forward(input) if self.tracks else self._repeat(input)
+            return super().forward(input)
         output, mean, var, count = _SharedNorm.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, rows, self.group
         )
         if self.tracks:
             self._track(mean, var, count)
         return output  # type: ignore[no-any-return]
-
-    def _repeat(self, value: Tensor) -> Tensor:
-        """Do what torch's forward does, by the same operator, but move copies of the running statistics."""
-        return functional.batch_norm(
-            value,
-            None if self.running_mean is None else self.running_mean.clone(),
-            None if self.running_var is None else self.running_var.clone(),
-            self.weight,
-            self.bias,
-            training=True,
-            momentum=self.momentum or 0.0,
-            eps=self.eps,
-        )
 
     @torch.no_grad()
     def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:

@@ -60,7 +60,7 @@ def _kept_operators() -> set[Any]:
 
 @contextmanager
 def _both(inner: AbstractContextManager[Any], norms: Iterable[BatchNorm]) -> Iterator[None]:
-    with inner, _without_tracking(norms):
+    with _without_tracking(norms), inner:  # what it copies is no operator of the block
         yield
 
 
@@ -68,6 +68,7 @@ def _both(inner: AbstractContextManager[Any], norms: Iterable[BatchNorm]) -> Ite
 def _without_tracking(norms: Iterable[BatchNorm]) -> Iterator[None]:
     """Leave running statistics alone: the first pass has moved them."""
     norms = list(norms)
+    kept = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
     for norm in norms:
         norm.tracks = False
     try:
@@ -75,3 +76,5 @@ def _without_tracking(norms: Iterable[BatchNorm]) -> Iterator[None]:
     finally:
         for norm in norms:
             norm.tracks = True
+        for buffer, before in kept:
+            buffer.data.copy_(before)  # by .data: backward, which has seen it, must not think it changed
