@@ -10,6 +10,8 @@ from shardwise.environment import (
     DERIVED_PORTS,
     Identity,
     adopt,
+    cache_directory,
+    config_directory,
     expand_hosts,
     has_own_gpu,
     identify,
@@ -171,6 +173,11 @@ def test_openmpi_on_several_nodes_works_with_a_master():
     assert (identity.node_rank, identity.num_nodes, identity.master_addr) == (1, 2, "n0")
 
 
+def test_openmpi_on_several_nodes_of_slurm_meets_on_the_first():
+    several = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "SLURM_JOB_NODELIST": "n[07-08]"}
+    assert identify(OPENMPI | several).master_addr == "n07"
+
+
 def test_mpirun_inside_slurm_is_openmpi():
     # mpirun starts one daemon per node by srun: every rank inherits the daemon's SLURM variables
     assert identify(SLURM | OPENMPI).source == "openmpi"
@@ -271,6 +278,9 @@ def test_visible_cuda_devices_are_read_as_cuda_reads_them(text, devices):
 
 def test_a_gpu_per_task_is_known_from_slurm():
     assert has_own_gpu({"SLURM_GPUS_PER_TASK": "1"})
+    # what srun --gpus-per-task=1 sets, and what --gpus=2 sets (22.05)
+    assert has_own_gpu(SLURM | {"SLURM_STEP_GPUS": "1", "SLURM_GPUS_ON_NODE": "2"})
+    assert not has_own_gpu(SLURM | {"SLURM_STEP_GPUS": "0,1", "SLURM_GPUS_ON_NODE": "2"})
     assert not has_own_gpu(SLURM)
 
 
@@ -323,3 +333,9 @@ def test_adopting_an_environment_replaces_the_whole_of_it(monkeypatch):
 def test_environment_and_hardware_import_no_torch():
     code = "import sys, shardwise.environment, shardwise.hardware; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_folders_of_the_user_follow_xdg_and_ignore_relative_paths():
+    assert str(config_directory({"HOME": "/home/me"})) == "/home/me/.config/shardwise"
+    assert str(config_directory({"HOME": "/home/me", "XDG_CONFIG_HOME": "/etc/me"})) == "/etc/me/shardwise"
+    assert str(cache_directory({"HOME": "/home/me", "XDG_CACHE_HOME": "cache"})) == "/home/me/.cache/shardwise"

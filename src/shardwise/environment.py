@@ -7,6 +7,7 @@ import re
 import sys
 import zlib
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ _OURS = "SHARDWISE_LAUNCHED"
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 _STALE = re.compile(
-    r"SHARDWISE_LAUNCHED|TORCHELASTIC_.*|PMI_.*|PMIX_.*|OMPI_COMM_WORLD_.*|MPI_LOCAL(RANKID|NRANKS)|LOCAL_SIZE|CROSS_(RANK|SIZE)"
+    r"SHARDWISE_(LAUNCHED|SECRET)|TORCHELASTIC_.*|PMI_.*|PMIX_.*|OMPI_COMM_WORLD_.*|MPI_LOCAL(RANKID|NRANKS)|LOCAL_SIZE|CROSS_(RANK|SIZE)"
     r"|SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|STEP_?ID|STEP_NUM_TASKS|(STEP_)?TASKS_PER_NODE)"
 )
 """What other launchers told the launching process about itself, untrue of the ranks it starts."""
@@ -85,9 +86,11 @@ def visible_cuda_devices(environ: Mapping[str, str] | None = None) -> tuple[str,
 
 
 def has_own_gpu(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether SLURM was asked to show each task its own GPU, which is then cuda:0 for every rank."""
+    """Return whether SLURM shows each task its own GPU, which is then cuda:0 for every rank."""
     environ = os.environ if environ is None else environ
-    return "SLURM_GPUS_PER_TASK" in environ or "SLURM_GPU_BIND" in environ
+    # srun --gpus-per-task=1 itself sets neither: then a task is told of fewer GPUs than its node has.
+    told, has = environ.get("SLURM_STEP_GPUS"), _number(environ, "SLURM_GPUS_ON_NODE") or 0
+    return bool(told and len(told.split(",")) < has) or bool({"SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"} & set(environ))
 
 
 def rank_environment(
@@ -142,16 +145,42 @@ def profiler(environ: Mapping[str, str] | None = None) -> str:
     return next((name for name in names if environ.get(name)), "")
 
 
+def variables(prefix: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables whose names begin with `prefix`."""
+    return {k: v for k, v in (os.environ if environ is None else environ).items() if k.startswith(prefix)}
+
+
+def run_secret(environ: Mapping[str, str] | None = None) -> str:
+    """Return SHARDWISE_SECRET, by which the nodes of a run know each other; empty when unset. Ranks never see it."""
+    return (os.environ if environ is None else environ).get("SHARDWISE_SECRET", "")
+
+
 def num_threads(environ: Mapping[str, str] | None = None) -> int | None:
     """Return the threads that OMP_NUM_THREADS asks for, None when it does not."""
     first = (os.environ if environ is None else environ).get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(first) if first.isdigit() and int(first) > 0 else None
 
 
+def config_directory(environ: Mapping[str, str] | None = None) -> Path:
+    """Return the user's folder of settings, which may not exist."""
+    return _user_directory("XDG_CONFIG_HOME", ".config", os.environ if environ is None else environ)
+
+
+def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
+    """Return the user's folder of things that can be made again, which may not exist."""
+    return _user_directory("XDG_CACHE_HOME", ".cache", os.environ if environ is None else environ)
+
+
 def adopt(environ: Mapping[str, str]) -> None:
     """Make `environ` the whole environment of this process: for a rank that was forked, not started."""
     os.environ.clear()
     os.environ.update(environ)
+
+
+def _user_directory(variable: str, usual: str, environ: Mapping[str, str]) -> Path:
+    base = Path(environ.get(variable) or "")
+    # The XDG specification has relative paths ignored.
+    return (base if base.is_absolute() else Path(environ.get("HOME") or "/") / usual) / "shardwise"
 
 
 def _own_cores() -> int:
@@ -221,14 +250,11 @@ def _compare_with_slurm(environ: Mapping[str, str], rank: int, size: int, slurm:
             f"SLURM started {tasks} tasks but torchrun counts {agents} agents",
             fix=f"srun --ntasks={agents} torchrun ..., or torchrun --nnodes={tasks} with one rendezvous endpoint",
         )
-    if agents is None and size != tasks:
+    if agents is None and (size, rank) != (tasks, slurm.rank):
         raise EnvironmentVariablesError(
-            f"SLURM started {tasks} tasks but WORLD_SIZE={size}",
-            fix="unset RANK and WORLD_SIZE: SLURM's own variables are enough",
-        )
-    if agents is None and rank != slurm.rank:
-        raise EnvironmentVariablesError(
-            f"SLURM_PROCID={slurm.rank} but RANK={rank}",
+            f"SLURM started {tasks} tasks but WORLD_SIZE={size}"
+            if size != tasks
+            else f"SLURM_PROCID={slurm.rank} but RANK={rank}",
             fix="unset RANK and WORLD_SIZE: SLURM's own variables are enough",
         )
 
@@ -260,6 +286,8 @@ def _mpi_identity(
     (rank, size), (local_rank, local_size) = world, local
     addr, given_port = master_endpoint(environ)
     port = port if given_port is None else given_port
+    if addr is None and local_size < size and "SLURM_JOB_NODELIST" in environ:
+        addr = expand_hosts(environ["SLURM_JOB_NODELIST"])[0]  # where mpirun starts rank 0 unless told to map otherwise
     if addr is None and local_size < size:
         raise EnvironmentVariablesError(
             f"MPI started {size} ranks on several nodes, and MASTER_ADDR is not set",

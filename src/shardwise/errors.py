@@ -51,6 +51,10 @@ class PlanError(InputError):
     """A plan that contradicts itself, the job or the world."""
 
 
+class HardwareError(InputError):
+    """A device, node or cluster that nobody can plan for."""
+
+
 class WorldError(InputError):
     """A process group that cannot be started as asked."""
 
