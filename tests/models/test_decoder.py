@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, normalize
 from shardwise import models
 from shardwise.errors import JobError
 from shardwise.models.decoder import rotary_tables
-from shardwise.models.sizes import SIZES
+from shardwise.plan.model.sizes import SIZES
 
 PUBLISHED = {
     "gpt2": 124_439_808,

@@ -8,10 +8,10 @@ from torch import nn
 
 from shardwise.errors import JobError
 from shardwise.models import decoder
-from shardwise.models.sizes import DecoderConfig
 from shardwise.parallel.parcel import pack
 from shardwise.parallel.stage_plan import StageCut
 from shardwise.parallel.stages import find_layers, split_stages
+from shardwise.plan.model.sizes import DecoderConfig
 
 CPU = torch.device("cpu")
 TWO = StageCut(bounds=(0, 2, 4), ranks=(0, 1))

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from shardwise.errors import PlanError
@@ -9,14 +11,44 @@ H200 = Device(kind="cuda", has_bf16=True, name="H200")
 V100 = Device(kind="cuda", has_bf16=False, name="V100")
 
 
-def settled(spec="auto", *, batch_size=12, world_size=2, device=None, **overrides):
-    return settle(spec, batch_size=batch_size, world_size=world_size, device=device or Device(), overrides=overrides)
+def settled(spec="auto", *, batch_size=12, world_size=2, device=None, choose=None, **overrides):
+    return settle(
+        spec,
+        batch_size=batch_size,
+        world_size=world_size,
+        device=device or Device(),
+        overrides=overrides,
+        choose=choose,
+    )
 
 
-def test_auto_is_ddp_and_says_so():
-    plan = settled()
+def sharded(world_size):
+    plan = Plan.preset("zero3", world_size, batch_size=12, accumulation=3)
+    return replace(plan, sources={"layout": "auto: zero3 of 7 plans"}), ""
+
+
+def test_auto_on_a_cpu_is_ddp_without_a_search_and_says_so():
+    plan = settled(choose=lambda _: pytest.fail("searched"))
     assert plan.layout.replicate == 2
-    assert "ddp until a planner exists" in plan.source("layout")
+    assert plan.source("layout") == "auto: ddp, the simplest; only plans for GPUs are searched"
+
+
+def test_auto_on_gpus_is_what_the_search_chose():
+    plan = settled(device=H200, choose=sharded)
+    assert (plan.zero, plan.layout.shard, plan.micro_batch, plan.accumulation) == (3, 2, 2, 3)
+    assert plan.source("layout") == "auto: zero3 of 7 plans"
+
+
+def test_auto_without_a_found_plan_is_ddp_and_says_why():
+    plan = settled(device=H200, choose=lambda _: (None, "could not be searched (it has no model)"))
+    assert plan.zero == 0
+    assert plan.source("layout") == "auto: ddp, since a plan could not be searched (it has no model)"
+
+
+def test_a_searched_plan_gives_way_to_the_command_line():
+    plan = settled(device=H200, choose=sharded, micro_batch="1", recompute="full")
+    assert (plan.micro_batch, plan.accumulation, plan.recompute) == (1, 6, "full")
+    assert plan.source("recompute") == "--set"
 
 
 @pytest.mark.parametrize(("device", "compute"), [(Device(), "fp32"), (H200, "bf16"), (V100, "fp16")])

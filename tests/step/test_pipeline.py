@@ -14,7 +14,6 @@ from shardwise.data.feed import MicroBatch, StepBatch
 from shardwise.errors import JobError
 from shardwise.layout import Layout
 from shardwise.models import decoder
-from shardwise.models.sizes import DecoderConfig
 from shardwise.parallel.blocks import find_blocks
 from shardwise.parallel.gradsync import NoSync
 from shardwise.parallel.optimizer import Optimized
@@ -23,6 +22,7 @@ from shardwise.parallel.recompute import recompute_block
 from shardwise.parallel.stage_plan import check_pipeline, cut_layers
 from shardwise.parallel.stages import count_layers, find_layers, split_stages
 from shardwise.plan import Plan
+from shardwise.plan.model.sizes import DecoderConfig
 from shardwise.plan.plan import Pipeline
 from shardwise.step.length import Length
 from shardwise.step.pipeline import PipelineStep

@@ -10,8 +10,8 @@ from torch.utils.data import TensorDataset
 import shardwise as sw
 import shardwise.step.pipeline_schedule  # 1 s, once, before ranks are forked
 from shardwise.models import decoder
-from shardwise.models.sizes import DecoderConfig
 from shardwise.plan import Plan
+from shardwise.plan.model.sizes import DecoderConfig
 from shardwise.plan.plan import Pipeline, Precision
 from shardwise.testing import run_ranks
 from shardwise.train.build import build_step

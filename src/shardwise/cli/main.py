@@ -14,16 +14,16 @@ from shardwise.run.console import complain
 from shardwise.run.exitcodes import BAD_INPUT, INTERRUPTED
 
 VERBS = {
-    "plan": "What fits, what it costs, what to choose and why (not built yet).",
+    "plan": "What fits, what it costs, what to choose and why.",
     "verify": "Prove that a plan computes what one process computes.",
     "launch": "Start any script on many processes, in place of torchrun.",
     "train": "Train a described job on one or many processes.",
     "watch": "Look at a run while it goes on (not built yet).",
     "checkpoint": "List, check, compare and convert checkpoints.",
-    "bench": "Measure collectives, overlap and scaling (not built yet).",
+    "bench": "Measure steps of a job: time, throughput, memory.",
     "doctor": "Say what is wrong with a machine or a run (not built yet).",
 }
-BUILT = frozenset({"checkpoint", "launch", "train", "verify"})
+BUILT = frozenset({"bench", "checkpoint", "launch", "plan", "train", "verify"})
 
 
 class Verbs(click.Group):

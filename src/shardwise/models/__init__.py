@@ -3,7 +3,7 @@
 from shardwise.models.decoder import Decoder, decoder
 from shardwise.models.encoder_decoder import byt5, t5
 from shardwise.models.resnet import ResNet, resnet18, resnet34, resnet50
-from shardwise.models.sizes import DecoderConfig
+from shardwise.plan.model.sizes import DecoderConfig
 
 __all__ = [
     "Decoder",

@@ -49,13 +49,13 @@ def cut_tensors(module: nn.Module, plan: Plan, place: Place, blueprint: Blueprin
 def recompute(module: nn.Module, plan: Plan, _: Place, __: Blueprint) -> nn.Module:
     """Have repeated blocks run their forward again in backward instead of keeping it."""
     if plan.recompute != "none":
-        _forget_caches(module)
+        forget_caches(module)
         for block in find_blocks(module).values() or (module,):
             recompute_block(block, selective=plan.recompute == "selective")
     return module
 
 
-def _forget_caches(module: nn.Module) -> None:
+def forget_caches(module: nn.Module) -> None:
     """Have transformers models keep no keys and values: a second forward pass would append them once more."""
     for part in module.modules():
         config = getattr(part, "config", None)

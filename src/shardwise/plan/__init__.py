@@ -1,6 +1,6 @@
 """How to train a Job on a Layout: the Plan, its presets, its TOML form, and how it is settled."""
 
 from shardwise.plan.plan import Communication, Offload, Pipeline, Plan, Precision
-from shardwise.plan.settle import Device, settle
+from shardwise.plan.settle import Device, searching, settle
 
-__all__ = ["Communication", "Device", "Offload", "Pipeline", "Plan", "Precision", "settle"]
+__all__ = ["Communication", "Device", "Offload", "Pipeline", "Plan", "Precision", "searching", "settle"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping  # noqa: TC003 - read at run time by check_types
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
@@ -192,7 +193,8 @@ def _refit_shard(layout: Layout, dp: int) -> int:
 
 def check_types(value: Any, prefix: str = "") -> None:
     """Refuse a field of a plan whose value is not of its declared type, naming the choices."""
-    hints = get_type_hints(type(value))
+    kind: Any = type(value)
+    hints = _hints(kind)
     for part in dataclasses.fields(value):
         given, wanted, name = getattr(value, part.name), hints[part.name], prefix + part.name
         if dataclasses.is_dataclass(given):
@@ -203,6 +205,12 @@ def check_types(value: Any, prefix: str = "") -> None:
                 raise PlanError(f"plan {name} is {given!r}", fix=nearest(str(given), choices))
         elif wanted in (int, bool, float) and not _fits(given, wanted):
             raise PlanError(f"plan {name} is {given!r}", fix=f"give {_TYPE_WORDS[wanted]}")
+
+
+@functools.cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    """Read annotations once: it takes 0.3 ms, and a search makes thousands of plans."""
+    return get_type_hints(kind)
 
 
 _TYPE_WORDS = {int: "a whole number", bool: "true or false", float: "a number"}

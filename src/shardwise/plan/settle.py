@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,7 +18,12 @@ from shardwise.plan.toml import read_plan
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardwise.job import Job
+    from shardwise.plan.model.shape import Model
     from shardwise.plan.plan import DType
+
+Chooser = Callable[[int], tuple[Plan | None, str]]
+"""From the number of ranks to the best plan, or None, and why."""
 
 BATCH_KEYS = ("micro_batch", "accumulation")
 
@@ -32,11 +38,20 @@ class Device:
 
 
 def settle(
-    spec: str, *, batch_size: int, world_size: int, device: Device, overrides: Mapping[str, str] | None = None
+    spec: str,
+    *,
+    batch_size: int,
+    world_size: int,
+    device: Device,
+    overrides: Mapping[str, str] | None = None,
+    choose: Chooser | None = None,
 ) -> Plan:
-    """Resolve "auto", a preset, a product or a .toml path into a Plan for this batch, world and device."""
+    """Resolve "auto", a preset, a product or a .toml path into a Plan for this batch, world and device.
+
+    On GPUs "auto" is what `choose` finds; elsewhere, and where it finds nothing, it is ddp.
+    """
     overrides = dict(overrides or {})
-    plan = read_plan(Path(spec)) if spec.endswith(".toml") else _from_name(spec, world_size, device)
+    plan, searched = _named(spec, world_size, device, choose)
     plan = _apply_overrides(plan, {key: value for key, value in overrides.items() if key not in BATCH_KEYS})
     if plan.layout.world_size != world_size:
         raise PlanError(
@@ -44,11 +59,38 @@ def settle(
             fix=f"use --nproc {plan.layout.world_size}, or a preset",
         )
     batch_overrides = {key: overrides[key] for key in BATCH_KEYS if key in overrides}
-    return _settle_batch(plan, batch_size, batch_overrides, fixed=spec.endswith(".toml"))
+    return _settle_batch(plan, batch_size, batch_overrides, fixed=searched or spec.endswith(".toml"))
 
 
-def _from_name(spec: str, world_size: int, device: Device) -> Plan:
-    name, source = (spec, f"preset {spec}") if spec != "auto" else ("ddp", "auto: ddp until a planner exists")
+def searching(job: Job, describe: Callable[[Job, DType], Model], accepts: Callable[[Plan], None]) -> Chooser:
+    """Return a chooser that searches plans of a job on this machine.
+
+    `describe` tells of the job's model, `accepts` raises for what cannot be applied.
+    """
+
+    def choose(world_size: int) -> tuple[Plan | None, str]:
+        from shardwise.plan.choose.auto import search_plan  # only "auto" on GPUs pays for it
+
+        return search_plan(job, world_size, describe, accepts)
+
+    return choose
+
+
+def _named(spec: str, world_size: int, device: Device, choose: Chooser | None) -> tuple[Plan, bool]:
+    """Return the plan that a word names, and whether it was searched."""
+    if spec.endswith(".toml"):
+        return read_plan(Path(spec)), False
+    if spec != "auto":
+        return _preset(spec, f"preset {spec}", world_size, device), False
+    if device.kind == "cpu" or choose is None:
+        return _preset("ddp", "auto: ddp, the simplest; only plans for GPUs are searched", world_size, device), False
+    plan, why = choose(world_size)
+    if plan is not None:
+        return plan, True
+    return _preset("ddp", f"auto: ddp, since a plan {why}", world_size, device), False
+
+
+def _preset(name: str, source: str, world_size: int, device: Device) -> Plan:
     layout, zero = preset_degrees(name, world_size)
     precision, reason = choose_precision(device)
     return Plan(

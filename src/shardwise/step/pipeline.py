@@ -10,9 +10,8 @@ from torch import nn
 
 from shardwise.data.rows import cut_output, cut_rows, tensors
 from shardwise.errors import JobError, ShardwiseError
-from shardwise.parallel.batch_norm import batch_norms
+from shardwise.step.optimizer_step import OptimizerStep
 from shardwise.step.relay import Relay
-from shardwise.step.step import StepReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,39 +28,25 @@ if TYPE_CHECKING:
     from shardwise.plan import Plan
     from shardwise.step.pipeline_schedule import Schedule
     from shardwise.step.relay import Ports
-    from shardwise.step.step import StepParts
+    from shardwise.step.step import StepParts, StepReport
 
     Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
-class PipelineStep:
+class PipelineStep(OptimizerStep):
     """One optimizer step of a model whose layers are cut into stages; the plan's accumulation fills the pipeline."""
 
     def __init__(
         self, job: Job, stages: Sequence[Stage], parts: StepParts, *, cut: StageCut, plan: Plan, place: Place
     ) -> None:
         """`stages` are this rank's, under all their transforms."""
-        self.model: nn.Module = nn.ModuleList(stages)
-        self.optimizer = parts.optimized.optimizer
-        self.optimized = parts.optimized
-        self.update = parts.update
-        self.feed = parts.feed
-        self.length = parts.length
-        self.origin = parts.origin
-        self.number = parts.first_step
-        self.base_rates = [group["lr"] for group in self.optimizer.param_groups]
+        super().__init__(job, nn.ModuleList(stages), parts)
         self._job = job
         self._stages = stages
         self._plan = plan
         self._device = place.device
         self._group: dist.ProcessGroup = place.axis("pp").get_group()  # type: ignore[union-attr]
         self._relay = Relay(stages, cut, self._group, place.device)
-        self._autocast = parts.autocast
-        self._sync = parts.sync
-        self._after_first_backward = parts.after_first_backward
-        self._before_update = parts.before_update
-        self._batch_norms = batch_norms(self.model)
-        self._parameters = list(self.model.parameters())
         self._ports: dict[Shape, dict[int, Ports]] = {}
         self._shape: Shape | None = None
         self._schedule: Schedule | None = None
@@ -72,7 +57,7 @@ class PipelineStep:
 
     def __call__(self, batch: StepBatch) -> StepReport:
         """Train on one global batch; communicates over the pp group and through the gradient sync, on every rank."""
-        self._set_rate(self.number)
+        self._begin()
         schedule = self._schedule_for(batch.micro_batches)
         # In fp64 whatever the loss is in: the sum over all real rows divided by the one denominator of the global
         # batch is the mean one process would compute.
@@ -84,15 +69,8 @@ class PipelineStep:
             self._after_first_backward()
             self._after_first_backward = None
         self._sync.finish()
-        if self._before_update is not None:
-            self._before_update()
-        update = self.update(self.optimizer)
-        for parameter in self._parameters:
-            parameter.grad = None
         total = torch.stack(self._sums).sum() if self._sums else torch.zeros((), device=self._device)
-        number, self.number = self.number, self.number + 1
-        rate = self.optimizer.param_groups[0]["lr"]
-        return StepReport(number, batch.cursor, total, batch.samples, batch.denominator, rate, *update)
+        return self._end(batch, total)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield what this rank holds of the model, under the names of the user's own module."""
@@ -167,11 +145,6 @@ class PipelineStep:
         if rows < filled and self._job.loss.by_row:
             output, batch = cut_output(output, rows, filled), cut_rows(batch, rows, filled)
         return output, batch
-
-    def _set_rate(self, number: int) -> None:
-        factor = self._job.schedule(number, self.length.num_steps)
-        for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
-            group["lr"] = base * factor
 
 
 def _shape_of(micro_batches: list[MicroBatch]) -> Shape:

@@ -8,8 +8,8 @@ import torch
 
 from shardwise.data.rows import cut_output, cut_rows
 from shardwise.parallel.apply import unwrap
-from shardwise.parallel.batch_norm import batch_norms
-from shardwise.step.step import NOTHING, StepReport
+from shardwise.step.optimizer_step import OptimizerStep
+from shardwise.step.step import NOTHING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -18,49 +18,26 @@ if TYPE_CHECKING:
 
     from shardwise.data.feed import MicroBatch, StepBatch
     from shardwise.job import Job, Metric
-    from shardwise.step.step import StepParts
+    from shardwise.step.step import StepParts, StepReport
 
 
-class PlainStep:
+class PlainStep(OptimizerStep):
     """One optimizer step: micro-batches accumulate, gradients are summed over readers, the optimizer moves."""
 
     def __init__(self, job: Job, model: nn.Module, parts: StepParts) -> None:
-        self.model = model
-        self.optimizer = parts.optimized.optimizer
-        self.optimized = parts.optimized
-        self.update = parts.update
-        self.feed = parts.feed
-        self.length = parts.length
-        self.origin = parts.origin
-        self.number = parts.first_step
-        self.base_rates = [group["lr"] for group in self.optimizer.param_groups]
-        self._autocast = parts.autocast
+        super().__init__(job, model, parts)
         self._loss = job.loss
         self._forward = job.forward
-        self._schedule = job.schedule
-        self._sync = parts.sync
-        self._after_first_backward = parts.after_first_backward
-        self._before_update = parts.before_update
-        self._batch_norms = batch_norms(model)
-        self._parameters = list(model.parameters())
         self._weight = 0.0
         self._gradient: Tensor | None = None
 
     def __call__(self, batch: StepBatch) -> StepReport:
         """Train on one global batch; communicates through the gradient sync, on every rank."""
-        self._set_rate(self.number)
+        self._begin()
         # The sum over all real rows of all readers, divided by the one denominator of the global batch, is the mean
         # one process would compute.
         weight = self._sync.gain / max(1, batch.denominator)
-        total = self._accumulate(batch.micro_batches, weight)
-        if self._before_update is not None:
-            self._before_update()
-        update = self.update(self.optimizer)
-        for parameter in self._parameters:
-            parameter.grad = None  # 15 us a step less than optimizer.zero_grad, which does the same
-        number, self.number = self.number, self.number + 1
-        rate = self.optimizer.param_groups[0]["lr"]
-        return StepReport(number, batch.cursor, total, batch.samples, batch.denominator, rate, *update)
+        return self._end(batch, self._accumulate(batch.micro_batches, weight))
 
     def _accumulate(self, micro_batches: list[MicroBatch], weight: float) -> Tensor:
         """Add up the gradients of all micro-batches and, over ranks, of all readers; returns the loss sum."""
@@ -92,6 +69,7 @@ class PlainStep:
             if rows < filled and self._loss.by_row:
                 output, batch = cut_output(output, rows, filled), cut_rows(batch, rows, filled)
             loss: Tensor = self._loss.sum(output, batch)
+        del output  # backward does not need it, and the logits of a large vocabulary are gigabytes
         if not rows:
             loss = loss * 0  # a spare row took part so that this rank issues its collectives; it counts for nothing
         if weight != self._weight:
@@ -122,8 +100,3 @@ class PlainStep:
                     (f"{name}/count", measure.count_of(batch, rows)),
                 )
             }
-
-    def _set_rate(self, number: int) -> None:
-        factor = self._schedule(number, self.length.num_steps)
-        for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
-            group["lr"] = base * factor

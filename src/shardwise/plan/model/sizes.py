@@ -1,9 +1,9 @@
-"""The shape of a decoder, and the published sizes by name (pure data, no torch)."""
+"""The shapes of published models by name: decoders, encoder-decoders, residual networks (pure data, no torch)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 from shardwise.errors import JobError, nearest
 
@@ -144,3 +144,60 @@ SIZES: dict[str, DecoderConfig] = {
     "llama3-70b": _llama3(80, 8192, 64, 28_672),
     "llama3-405b": _llama3(126, 16_384, 128, 53_248),
 }
+
+T5_SIZES: dict[str, dict[str, Any]] = {
+    "t5-tiny": {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 256},
+    "t5-small": {"d_model": 512, "d_ff": 2048, "num_layers": 6, "num_heads": 8},
+    "t5-base": {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12},
+    "t5-large": {"d_model": 1024, "d_ff": 4096, "num_layers": 24, "num_heads": 16},
+    "t5-3b": {"d_model": 1024, "d_kv": 128, "d_ff": 16_384, "num_layers": 24, "num_heads": 32},
+    "t5-11b": {"d_model": 1024, "d_kv": 128, "d_ff": 65_536, "num_layers": 24, "num_heads": 128},
+}
+"""Raffel et al. 2020; as many decoder layers as encoder layers."""
+
+BYT5_SIZES: dict[str, dict[str, Any]] = {
+    "byt5-tiny": {
+        "d_model": 64,
+        "d_kv": 16,
+        "d_ff": 128,
+        "num_layers": 3,
+        "num_decoder_layers": 1,
+        "num_heads": 4,
+    },
+    "byt5-small": {"d_model": 1472, "d_ff": 3584, "num_layers": 12, "num_decoder_layers": 4, "num_heads": 6},
+    "byt5-base": {"d_model": 1536, "d_ff": 3968, "num_layers": 18, "num_decoder_layers": 6, "num_heads": 12},
+    "byt5-large": {
+        "d_model": 1536,
+        "d_ff": 3840,
+        "num_layers": 36,
+        "num_decoder_layers": 12,
+        "num_heads": 16,
+    },
+    "byt5-xl": {"d_model": 2560, "d_ff": 6720, "num_layers": 36, "num_decoder_layers": 12, "num_heads": 32},
+    "byt5-xxl": {"d_model": 4672, "d_ff": 12_352, "num_layers": 36, "num_decoder_layers": 12, "num_heads": 64},
+}
+"""Xue et al. 2022: three encoder layers to each decoder layer, because byte sequences are long."""
+
+T5_COMMON: dict[str, Any] = {
+    "vocab_size": 32_128,
+    "d_kv": 64,
+    "num_decoder_layers": None,  # as many as num_layers
+    "feed_forward_proj": "relu",
+    "tie_word_embeddings": True,
+    "dropout_rate": 0.1,
+    "decoder_start_token_id": 0,
+}
+BYT5_COMMON: dict[str, Any] = T5_COMMON | {
+    "vocab_size": 384,  # 3 special tokens, 256 bytes (id = byte + 3), 125 sentinels
+    "feed_forward_proj": "gated-gelu",
+    "tie_word_embeddings": False,
+}
+
+RESNETS: dict[str, tuple[bool, tuple[int, int, int, int]]] = {
+    "resnet-18": (False, (2, 2, 2, 2)),
+    "resnet-34": (False, (3, 4, 6, 3)),
+    "resnet-50": (True, (3, 4, 6, 3)),
+    "resnet-101": (True, (3, 4, 23, 3)),
+    "resnet-152": (True, (3, 8, 36, 3)),
+}
+"""Whether blocks are bottlenecks, and how many each stage has (He et al. 2015)."""

@@ -1,0 +1,274 @@
+"""Predicted beside measured memory: rank 0 of fake worlds on one device, configurations drawn by a seeded sampler.
+
+Three architectures (GPT-2, Llama with grouped keys, ResNet) x micro-batch x length x recompute x optimizer x precision
+x strategy over worlds of 2 to 64 ranks. All predictions are written down and their hash printed before the first
+measurement. On a GPU the measured figure is torch's peak of allocated bytes over the second and third step, when
+optimizer states exist; on a CPU it is the bytes of live tensors, in fp32 only, since its kernels keep other things
+under autocast. Beside it stand Accelerate's estimate (four times the parameters) and, where it is installed,
+DeepSpeed's (the states of its ZeRO stages).
+
+Last, on a GPU: a configuration predicted to fill 95 % of the device must run, and one of 108 % must not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import hashlib
+import json
+import multiprocessing
+import random
+import statistics
+from pathlib import Path
+
+import torch
+
+import shardwise as sw
+from figures import figure
+from shardwise.plan import Plan, Precision
+from shardwise.plan.cost.memory import ADAMW, SGD, predict_memory
+from shardwise.step.trace import describe
+from shardwise.testing import fake_world
+
+GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """One draw of the sampler."""
+
+    architecture: str
+    width: int
+    layers: int
+    length: int
+    """Tokens of a sample, or pixels of an image's side."""
+    micro_batch: int
+    strategy: str
+    ranks: int
+    recompute: str
+    precision: str
+    optimizer: str
+    accumulation: int
+
+
+def draw(number: int, *, on_gpu: bool, seed: int = 6) -> list[Configuration]:
+    """Return `number` configurations, each architecture and strategy about equally often."""
+    chance = random.Random(seed)
+    found = []
+    while len(found) < number:
+        architecture = ("gpt2", "llama", "resnet")[len(found) % 3]
+        strategy = chance.choice(("ddp", "zero1", "zero2", "zero3", "tp"))
+        if architecture == "resnet" and strategy == "tp":
+            continue
+        images = architecture == "resnet"
+        found.append(
+            Configuration(
+                architecture=architecture,
+                width=chance.choice((1024, 1536, 2048) if on_gpu else (128, 192)),
+                layers=chance.choice((18, 50)) if images else chance.choice((8, 16, 24) if on_gpu else (3, 5)),
+                length=chance.choice((160, 224) if on_gpu else (32,))
+                if images
+                else chance.choice((512, 1024, 2048) if on_gpu else (64, 128)),
+                micro_batch=chance.choice((16, 32, 64) if on_gpu else (4, 8))
+                if images
+                else chance.choice((1, 2, 4, 8)),
+                strategy=strategy,
+                ranks=chance.choice((2, 4, 8)) if strategy == "tp" else chance.choice((2, 4, 8, 16, 32, 64)),
+                recompute=chance.choice(("none", "selective", "full")),
+                precision=chance.choice(("bf16", "fp32")) if on_gpu else "fp32",
+                optimizer=chance.choice(("adamw", "sgd")),
+                accumulation=chance.choice((1, 1, 2)),
+            )
+        )
+    return found
+
+
+class Rows(torch.utils.data.Dataset):
+    """Random samples of a configuration."""
+
+    def __init__(self, drawn: Configuration) -> None:
+        self.drawn = drawn
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int):
+        generator = torch.Generator().manual_seed(index)
+        if self.drawn.architecture == "resnet":
+            side = self.drawn.length
+            return torch.randn(3, side, side, generator=generator), index % 1000
+        row = torch.randint(0, 8000, (self.drawn.length + 1,), generator=generator)
+        return row[:-1], row[1:]
+
+
+def build(drawn: Configuration) -> tuple[sw.Job, Plan]:
+    """Return the job and the plan of a configuration."""
+    name = f"tp{drawn.ranks}" if drawn.strategy == "tp" else drawn.strategy
+    readers = Plan.preset(name, drawn.ranks).layout.dp
+    batch_size = readers * drawn.micro_batch * drawn.accumulation
+    plan = dataclasses.replace(
+        Plan.preset(name, drawn.ranks, batch_size=batch_size, accumulation=drawn.accumulation),
+        precision=Precision(compute=drawn.precision),
+        recompute=drawn.recompute,
+        batch_norm="local",
+    )
+    job = sw.Job(
+        model=lambda: make_model(drawn),
+        data=lambda split: Rows(drawn) if split == "train" else None,
+        loss=sw.losses.cross_entropy if drawn.architecture == "resnet" else sw.losses.token_cross_entropy,
+        optimizer=sw.adamw(lr=1e-4) if drawn.optimizer == "adamw" else sw.sgd(lr=1e-4, momentum=0.9),
+        batch_size=batch_size,
+        steps=3,
+    )
+    return job, plan
+
+
+def make_model(drawn: Configuration) -> torch.nn.Module:
+    """Return the untrained model."""
+    if drawn.architecture == "resnet":
+        return {18: sw.models.resnet18, 50: sw.models.resnet50}[drawn.layers]()
+    heads = drawn.width // 64 if drawn.width >= 1024 else 8
+    groups = {"num_kv_heads": 8, "mlp_width": 8 * (drawn.width // 3)} if drawn.architecture == "llama" else {}
+    return sw.models.decoder(
+        "llama3-8b" if drawn.architecture == "llama" else "gpt2",
+        width=drawn.width,
+        num_layers=drawn.layers,
+        num_heads=heads,
+        vocab_size=8000,
+        context=drawn.length,
+        **groups,
+    )
+
+
+def predict(drawn: Configuration) -> dict:
+    """Return predicted bytes and where they go; no tensor is made."""
+    job, plan = build(drawn)
+    optimizer = ADAMW if drawn.optimizer == "adamw" else dataclasses.replace(SGD, states=1.0)
+    memory = predict_memory(describe(job, drawn.precision).for_plan(plan), plan, optimizer=optimizer)
+    return {"peak": memory.peak, "total": memory.total, "phase": memory.phase, "parts": dict(memory.at_peak)}
+
+
+def measure(drawn: Configuration, device: str) -> dict:
+    """Train three steps as rank 0; return peak bytes and parameters, or that memory ran out."""
+    job, plan = build(drawn)
+    torch.set_num_threads(1)
+    with fake_world(drawn.ranks, device=device) as world:
+        try:
+            return measure_step(sw.build_step(job, plan, world), device)
+        except torch.OutOfMemoryError:
+            return {"peak": float("inf")}
+
+
+def measure_step(step, device: str) -> dict:
+    from shardwise.bench.memory import LiveBytes
+
+    numel = sum(parameter.numel() for _, parameter in step.named_parameters())
+    if device == "cpu":
+        with LiveBytes("cpu") as live:
+            live.watch("parameters", [parameter for _, parameter in step.named_parameters()])
+            for batch in step.feed:
+                if step(batch).number == 0:
+                    live.reset_peak()
+        return {"peak": live.peak_bytes, "numel": numel}
+    for batch in step.feed:
+        if step(batch).number == 0:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+    torch.cuda.synchronize()
+    return {
+        "peak": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
+        "outside": torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved(),
+        "numel": numel,
+    }
+
+
+def in_process(function, *arguments) -> dict:
+    """Call in a process of its own, so that no configuration inherits the memory of another."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def peers(drawn: Configuration, numel: int) -> str:
+    """Return what Accelerate and DeepSpeed say of it, in GiB."""
+    said = [f"accelerate {4 * 4 * numel / GIB:.2f}"]  # its rule for Adam: four times the parameters in fp32
+    try:
+        from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+        from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+    except ImportError:
+        return said[0]
+    if drawn.strategy == "zero2":
+        said.append(f"deepspeed {estimate_zero2_model_states_mem_needs(numel, drawn.ranks, 1, False)[1] / GIB:.2f}")
+    if drawn.strategy == "zero3":
+        said.append(f"deepspeed {estimate_zero3_model_states_mem_needs(numel, 0, drawn.ranks, 1, False)[1] / GIB:.2f}")
+    return ", ".join(said)
+
+
+def check_fill(share: float) -> bool:
+    """Whether a job that is predicted to take this share of the device runs."""
+    total = torch.cuda.mem_get_info()[1]
+    base = Configuration("llama", 2048, 24, 2048, 1, "zero3", 8, "none", "bf16", "adamw", 1)
+    sizes = [(dataclasses.replace(base, micro_batch=number)) for number in range(1, 400)]
+    nearest = min(sizes, key=lambda drawn: abs(predict_again(drawn) / total - share))
+    return in_process(measure, nearest, "cuda")["peak"] != float("inf")
+
+
+@functools.cache
+def shape_of(drawn: Configuration):
+    return describe(build(drawn)[0], drawn.precision)
+
+
+def predict_again(drawn: Configuration) -> float:
+    """Return what a configuration takes in all, tracing its model once for all micro-batches."""
+    plan = build(drawn)[1]
+    return predict_memory(shape_of(dataclasses.replace(drawn, micro_batch=1)).for_plan(plan), plan).total
+
+
+def words(one: Configuration) -> str:
+    """Return a configuration in a line."""
+    return (
+        f"{one.architecture:7} {one.width:5} x{one.layers:<3} len {one.length:4} batch"
+        f" {one.micro_batch:2}x{one.accumulation} {one.strategy + str(one.ranks):8} {one.recompute:9} {one.precision}"
+        f" {one.optimizer:5}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="nine configurations")
+    parser.add_argument("--number", type=int, default=42)
+    parser.add_argument("--save", type=Path, help="write every row as JSON")
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    where = torch.cuda.get_device_name() if device == "cuda" else "CPU, live tensors, fp32"
+    print(f"{where}, torch {torch.__version__}, rank 0 of fake worlds", flush=True)
+    drawn = draw(9 if options.quick else options.number, on_gpu=device == "cuda")
+    predicted = [predict(one) for one in drawn]
+    written = [dataclasses.asdict(one) | {"peak": said["peak"]} for one, said in zip(drawn, predicted, strict=True)]
+    digest = hashlib.sha256(json.dumps(written).encode()).hexdigest()
+    print(f"predictions of {len(drawn)} configurations, sha256 {digest}", flush=True)
+    errors, rows = [], []
+    for one, said in zip(drawn, predicted, strict=True):
+        found = in_process(measure, one, device)
+        error = (said["peak"] / found["peak"] - 1) * 100
+        errors.append(error)
+        rows.append(dataclasses.asdict(one) | {"predicted": said, "measured": found})
+        print(
+            f"{words(one)} measured {found['peak'] / GIB:8.3f} predicted {said['peak'] / GIB:8.3f} GiB ({error:+5.1f} %)"
+            f"  {peers(one, found.get('numel', 0))}",
+            flush=True,
+        )
+    if options.save:
+        options.save.write_text(json.dumps(rows, indent=1))
+    sizes = sorted(abs(error) for error in errors)
+    figure("plan_memory.median", statistics.median(sizes), "percent", at_most=2)
+    figure("plan_memory.p95", sizes[min(len(sizes) - 1, int(0.95 * len(sizes)))], "percent", at_most=5)
+    figure("plan_memory.under", max(0.0, -min(errors)), "percent", at_most=2)
+    if device == "cuda" and not options.quick:
+        figure("plan_memory.fits_at_95", float(check_fill(0.95)), "runs", at_least=1)
+        figure("plan_memory.fails_at_108", float(not check_fill(1.08)), "fails", at_least=1)
+
+
+if __name__ == "__main__":
+    main()

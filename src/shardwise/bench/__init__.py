@@ -1,0 +1,1 @@
+"""Measuring this machine: collectives, operators, memory, and whole steps of a job."""

@@ -1,0 +1,39 @@
+"""Ranks for a measurement, started the way training starts them."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.launch import LaunchSpec, Module, launch, root_cause
+from shardwise.launch.fork import raise_failure
+from shardwise.run import create_run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PRELOAD = ("torch", "torch._dynamo")
+"""What every rank would import: torch, and what the first DDP brings in."""
+
+
+def on_ranks(fn: Callable[..., Any], nproc: int, *args: Any) -> list[Any]:
+    """Run `fn(*args)` on `nproc` fresh ranks of this machine, and return its results by rank.
+
+    They have the threads and variables that a training's would have, and share nothing with this process, which may
+    have used CUDA or threads. `fn` is found by its name. The first failing rank's exception is raised here.
+    """
+    import cloudpickle
+
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
+        folder = Path(name)
+        (folder / "call").write_bytes(cloudpickle.dumps((fn, args, {})))
+        spec = LaunchSpec(target=Module("shardwise.launch.call", (name,)), nproc=nproc, preload=PRELOAD)
+        outcome = launch(spec, create_run(folder / "run", "bench")).outcome
+        if outcome.interrupted:
+            raise KeyboardInterrupt
+        cause = root_cause(outcome.exits)
+        if cause is not None:
+            raise_failure(cause, folder / f"{cause.rank}.pickle")
+        return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(nproc)]  # noqa: S301 - our own ranks wrote it

@@ -1,0 +1,210 @@
+"""Measuring a step of a job under a plan: time by phase, throughput and memory; ranks may be real or fake."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwise.bench.memory import LiveBytes
+from shardwise.bench.phases import PHASES, PhaseClock
+from shardwise.bench.ranks import on_ranks
+from shardwise.bench.timing import Timing, wait_for
+from shardwise.errors import InputError, PlanError
+from shardwise.job import load_job
+from shardwise.train.build import build_step
+from shardwise.world import fake_world, world
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from shardwise.data.feed import StepBatch
+    from shardwise.job import Job, JobReference
+    from shardwise.plan import Plan
+    from shardwise.step.step import Step
+    from shardwise.world import World
+
+WARM_UP = 3
+"""Steps before the first that counts: the first holds gradients back to look at them, the second finds the allocator's
+blocks, a compiled one may compile twice."""
+_MEMORY_STEPS = 2
+"""On a CPU, steps whose tensors are counted: the first finds them, the second has the peak."""
+_TOP = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMeasurement:
+    """What one rank measured over a few steps."""
+
+    plan: str
+    rank: int
+    world_size: int
+    backend: str
+    """"fake" where the other ranks were not there: communication then costs nothing."""
+    device: str
+    step: Timing
+    """From the first forward pass to the end of the optimizer."""
+    phases: dict[str, float]
+    """Median seconds of data, forward, backward (with gradient sync) and optimizer."""
+    samples_per_s: float
+    """Of the whole world, data included."""
+    tokens_per_s: float | None
+    """None where samples are not rows of whole numbers."""
+    peak_bytes: int
+    """Allocated at the highest moment of a step."""
+    first_peak_bytes: int
+    """The same from the start of building to the end of the first step; on a CPU that is not known, and 0."""
+    reserved_bytes: int
+    """That the allocator took from a GPU; 0 elsewhere."""
+    at_peak: tuple[tuple[str, int], ...] = field(default=())
+    """On a CPU, the largest of what lived at the peak: words, bytes."""
+
+    def figures(self) -> dict[str, float]:
+        """Return what can be predicted, by name; units are in the names."""
+        found = {
+            "step_s": self.step.median_s,
+            **{f"{phase}_s": seconds for phase, seconds in self.phases.items()},
+            "samples_per_s": self.samples_per_s,
+            "tokens_per_s": self.tokens_per_s,
+            "peak_bytes": self.peak_bytes,
+            "first_peak_bytes": self.first_peak_bytes,
+            "reserved_bytes": self.reserved_bytes,
+        }
+        return {name: float(value) for name, value in found.items() if value}
+
+
+def rehearse(job: Job, plan: Plan, *, rank: int = 0, steps: int = 5, device: str = "cpu") -> StepMeasurement:
+    """Run `rank` of the plan's world for a few steps on the device at hand; the other ranks are fake."""
+    size = plan.layout.world_size
+    if not 0 <= rank < size:
+        raise InputError(f"--rank {rank} is not in a world of {size}", fix=f"use 0 to {size - 1}")
+    if plan.layout.pp > 1:
+        raise PlanError(
+            f"plan {plan.layout} has stages, which send each other shapes, and a fake world has nobody to answer",
+            fix=f"use a plan without pp, or real ranks: --nproc {size}",
+        )
+    with fake_world(size, rank, device) as here:
+        return measure_step(job, plan, here, steps=steps)
+
+
+def measure_ranks(
+    reference: JobReference, plan: Plan, *, steps: int = 5, device: str | None = None, backend: str | None = None
+) -> list[StepMeasurement]:
+    """Start the plan's ranks on this machine, run a few steps on them, and return what each measured."""
+    return on_ranks(_measure_rank, plan.layout.world_size, reference, plan, steps, device, backend)
+
+
+def _measure_rank(
+    reference: JobReference, plan: Plan, steps: int, device: str | None, backend: str | None
+) -> StepMeasurement:
+    with world(device=device, backend=backend) as here:
+        return measure_step(load_job(reference), plan, here, steps=steps)
+
+
+def measure_step(job: Job, plan: Plan, here: World, *, steps: int = 5) -> StepMeasurement:
+    """Train a few steps of `job` and measure them; called on every rank of the world."""
+    on_gpu, is_fake = here.device.type == "cuda", here.backend == "fake"
+    clock = PhaseClock(here.device)
+    needed = WARM_UP + steps + (0 if on_gpu else _MEMORY_STEPS)
+    job = dataclasses.replace(clock.watch(job), steps=needed, epochs=None, tokens=None)
+    made: list[Step] = []
+
+    def before_update() -> None:
+        clock.begin("")
+        if is_fake:
+            _settle_gradients(made[0])
+        clock.begin("optimizer")
+
+    if on_gpu:
+        torch.cuda.empty_cache()  # what an earlier measurement left is not this one's
+        _peak(here.device)
+    step = build_step(job, plan, here, before_update=before_update)
+    made.append(step)
+    batches = iter(step.feed)
+    first = next(batches)
+    step(first)
+    first_peak = _peak(here.device)
+    for _ in range(WARM_UP - 1):
+        step(next(batches))
+    _peak(here.device)
+    clock.finish()
+    for _ in range(steps):
+        clock.begin("data")
+        batch = next(batches)
+        clock.begin("forward")
+        step(batch)
+    clock.begin("")
+    times = clock.finish()
+    peak, at_peak = (_peak(here.device), ()) if on_gpu else _live_peak(step, batches)
+    tokens, period = _tokens_per_sample(first), statistics.median(sum(phases.values()) for phases in times)
+    return StepMeasurement(
+        plan=str(plan.layout),
+        rank=here.rank,
+        world_size=here.size,
+        backend=here.backend,
+        device=torch.cuda.get_device_name(here.device) if on_gpu else "CPU",
+        step=Timing.of([sum(phases.values()) - phases["data"] for phases in times]),
+        phases={name: statistics.median(phases[name] for phases in times) for name in PHASES},
+        samples_per_s=job.batch_size / period,
+        tokens_per_s=tokens * job.batch_size / period if tokens else None,
+        peak_bytes=peak,
+        first_peak_bytes=first_peak,
+        reserved_bytes=torch.cuda.max_memory_reserved(here.device) if on_gpu else 0,
+        at_peak=at_peak,
+    )
+
+
+def _peak(device: torch.device) -> int:
+    """Return the most bytes that tensors took on a GPU since the last call, 0 elsewhere; waits for the device."""
+    if device.type != "cuda":
+        return 0
+    wait_for(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
+
+
+def _live_peak(step: Step, batches: Iterator[StepBatch]) -> tuple[int, tuple[tuple[str, int], ...]]:
+    """Count live tensors over two steps; return the peak of the second, and what was the most of it."""
+    with LiveBytes("cpu") as live:
+        live.watch("parameters", (parameter for _, parameter in step.named_parameters()))
+        states = (value for state in step.optimizer.state.values() for value in state.values())
+        live.watch("optimizer states", (value for value in states if isinstance(value, torch.Tensor)))
+        step(next(batches))
+        live.reset_peak()
+        step(next(batches))
+    top = live.at_peak()[:_TOP]
+    words = (
+        f"{holding.operator.removeprefix('aten.')}"
+        + (f" of {holding.module}" if holding.module else "")
+        + (f" in {holding.phase}" if holding.phase else "")
+        + f" {list(holding.shape)}"
+        + (f" x {holding.count}" if holding.count > 1 else "")
+        for holding in top
+    )
+    return live.peak_bytes, tuple(zip(words, (holding.num_bytes for holding in top), strict=True))
+
+
+def _settle_gradients(step: Step) -> None:
+    """Make gradients finite: those a fake world has summed are whatever memory held, and NaN skips the optimizer."""
+    for _, parameter in step.named_parameters():
+        if parameter.grad is not None:
+            grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            grad.fill_(1e-3)
+
+
+def _tokens_per_sample(batch: StepBatch) -> int | None:
+    """Return the length of rows of whole numbers, None where the batch has none."""
+    found = batch.micro_batches[0].batch
+    values = found.values() if isinstance(found, dict) else found
+    rows = (value for value in values if isinstance(value, torch.Tensor) and value.ndim == 2)
+    return next((value.shape[1] for value in rows if not value.is_floating_point()), None)
+
+
+def compare(measured: StepMeasurement, predicted: Mapping[str, float] | None) -> list[tuple[str, float, float | None]]:
+    """Return (name, measured, predicted) of every figure that was measured."""
+    return [(name, value, (predicted or {}).get(name)) for name, value in measured.figures().items()]

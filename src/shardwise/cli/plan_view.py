@@ -1,0 +1,127 @@
+"""How an answer of the planner looks on a terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.plan.choose.explain import (
+    compile_gain,
+    decision_path,
+    in_gb,
+    in_numbers,
+    in_seconds,
+    reason,
+    room_in_words,
+)
+from shardwise.plan.choose.families import FAMILIES
+from shardwise.plan.choose.search import Candidate
+from shardwise.run.console import say
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from shardwise.plan.choose.search import Answer
+    from shardwise.plan.choose.subject import Subject
+    from shardwise.plan.cost.memory import Memory
+    from shardwise.plan.cost.time import Time
+    from shardwise.plan.plan import Plan
+
+
+def show_answer(answer: Answer, subject: Subject, *, every: bool) -> None:
+    """Show the best of each family (or every plan), then what the chosen one costs and why it was chosen."""
+    question = answer.question
+    shape = question.model.plain
+    length = f", {shape.tokens_per_sample} tokens each" if shape.tokens_per_sample else ""
+    say(f"model     {shape.name}: {in_numbers(shape.numel)} parameters ({shape.source})")
+    say(f"cluster   {question.cluster.describe()}")
+    say(f"batch     {question.batch_size} samples ({subject.batch_source}){length}")
+    say(f"precision {subject.precision} ({subject.precision_source})")
+    say("")
+    _show(_every(answer) if every else _families(answer))
+    say("")
+    for fork in decision_path(answer):
+        say(f"{fork.question} {fork.answer}: {fork.because}")
+    if answer.best is not None:
+        say("")
+        _show_best(answer, answer.best)
+
+
+def _families(answer: Answer) -> Table:
+    """Return a table with a row for each family."""
+    table = _table("family", "layout", "micro-batch", "recompute", "memory", "step", _rate(answer), "MFU", "why")
+    for family in FAMILIES:
+        entry = answer.families[family]
+        words = reason(answer, family)
+        if isinstance(entry, Candidate):
+            style = "bold" if words == "chosen" else ""
+            table.add_row(family, *_cells(entry.plan, entry.memory, entry.time), words, style=style)
+        else:
+            memory = in_gb(entry.memory.total) if entry.memory else ""
+            table.add_row(family, "", "", "", memory, "", "", "", words, style="dim")
+    return table
+
+
+def _every(answer: Answer) -> Table:
+    table = _table("family", "layout", "micro-batch", "recompute", "memory", "step", _rate(answer), "MFU")
+    for entry in answer.candidates:
+        table.add_row(entry.family, *_cells(entry.plan, entry.memory, entry.time))
+    return table
+
+
+def _cells(plan: Plan, memory: Memory, time: Time) -> list[str]:
+    schedule = f" {plan.pipeline.schedule}" if plan.layout.pp > 1 else ""
+    rate = time.tokens_per_second_per_device or time.samples_per_second / plan.layout.world_size
+    return [
+        f"{plan.layout}{f' zero{plan.zero}' if plan.zero else ''}{schedule}",
+        f"{plan.micro_batch} x {plan.accumulation}",
+        plan.recompute,
+        in_gb(memory.total),
+        in_seconds(time.seconds),
+        f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
+        f"{time.mfu:.0%}",
+    ]
+
+
+def _rate(answer: Answer) -> str:
+    return "tokens/s each" if answer.question.model.plain.tokens_per_sample else "samples/s each"
+
+
+def _show_best(answer: Answer, best: Candidate) -> None:
+    """Show memory and time of the chosen plan by part, and what the figures stand on."""
+    memory, time = best.memory, best.time
+    say(f"chosen    {best.family}: {best.plan.layout} · {FAMILIES[best.family]}")
+    held = {**memory.at_peak, "allocator and context": memory.total - memory.peak}
+    where = f"{memory.phase}, stage {memory.stage}" if best.plan.layout.pp > 1 else memory.phase
+    say(f"memory    {in_gb(memory.total)} in {where}: {_parts(held, in_gb)}")
+    say(f"          {room_in_words(answer.question)}")
+    if memory.host:
+        say(f"host      {in_gb(memory.host)} for each device")
+    say(f"time      {in_seconds(time.seconds)} a step: {_parts(time.parts, in_seconds)}")
+    basis = ", ".join(f"{what} {origin}" for what, origin in time.basis.items())
+    say(f"          +- {time.uncertainty:.0%} ({basis})")
+    gain = compile_gain(answer)
+    if gain > 0.01:
+        say(f"          compile = blocks would take {gain:.0%} off")
+    say(f"searched  {answer.num_plans} plans, {len(answer.candidates)} predicted in full")
+
+
+def _parts(parts: Mapping[str, float], words: Callable[[float], str]) -> str:
+    shown = sorted(parts.items(), key=lambda part: -part[1])
+    whole = sum(parts.values())
+    return " · ".join(f"{name} {words(size)}" for name, size in shown if size > 0.005 * whole)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        right = column in {"memory", "step", "MFU"} or column.endswith("each")
+        table.add_column(column, overflow="fold", justify="right" if right else "left")
+    return table
+
+
+def _show(table: Table) -> None:
+    Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 180).print(table)

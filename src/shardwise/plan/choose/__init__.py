@@ -1,0 +1,1 @@
+"""Which plan to take, and why not the others."""

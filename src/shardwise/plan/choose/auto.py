@@ -1,0 +1,50 @@
+"""The plan "auto" for a job on the machine at hand: searched on GPUs, the simplest on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from shardwise.errors import ShardwiseError
+from shardwise.hardware.calibration_file import calibration_for
+from shardwise.hardware.cluster import this_machine
+from shardwise.plan.choose.explain import in_gb
+from shardwise.plan.choose.search import Question, search
+from shardwise.plan.choose.subject import job_subject
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardwise.job import Job
+    from shardwise.plan.model.shape import Model
+    from shardwise.plan.plan import DType, Plan
+
+
+def search_plan(
+    job: Job, world_size: int, describe: Callable[[Job, DType], Model], accepts: Callable[[Plan], None]
+) -> tuple[Plan | None, str]:
+    """Return the best plan for a job on GPUs of this machine and why; None, and why, where none was found."""
+    try:
+        cluster = this_machine(world_size)
+        subject = job_subject(job, cluster, describe)
+    except ShardwiseError as error:
+        return None, f"could not be searched ({error.fact})"
+    question = Question(
+        model=subject.model,
+        cluster=cluster,
+        calibration=calibration_for(cluster.node),
+        batch_size=subject.batch_size,
+        precision=subject.precision,
+        optimizer=subject.optimizer,
+        accepts=accepts,
+    )
+    answer = search(question)
+    if answer.best is None:
+        return None, "that fits was not found (shardwise plan shows the numbers)"
+    best, device = answer.best, cluster.device
+    why = (
+        f"auto: {best.family} of {answer.num_plans} plans, {in_gb(best.memory.total)} of"
+        f" {in_gb(device.memory_bytes)}, {best.time.seconds:.3g} s a step predicted"
+    )
+    sources = dict.fromkeys(("layout", "zero", "recompute", "micro_batch", "accumulation"), why)
+    return dataclasses.replace(best.plan, sources={**sources, "precision": subject.precision_source}), why

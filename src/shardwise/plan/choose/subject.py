@@ -1,0 +1,97 @@
+"""What is planned: a published model by name, or the model of a Job, in the precision of a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwise.job import optimizers
+from shardwise.plan.choose.batches import usual_batch
+from shardwise.plan.cost.memory import ADAMW, SGD, OptimizerShape
+from shardwise.plan.model.lora import with_lora
+from shardwise.plan.model.shape import Model
+from shardwise.plan.plan import Precision
+from shardwise.plan.settle import Device, choose_precision
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardwise.hardware.machine import Cluster
+    from shardwise.job import Job
+    from shardwise.plan.plan import DType
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model with what else a question needs of its training."""
+
+    model: Model
+    batch_size: int
+    batch_source: str
+    precision: Precision
+    precision_source: str
+    optimizer: OptimizerShape = ADAMW
+
+
+def published_subject(
+    name: str,
+    cluster: Cluster,
+    *,
+    batch_size: int | None = None,
+    length: int | None = None,
+    precision: DType | None = None,
+    lora: int | None = None,
+) -> Subject:
+    """Return a published model; what is None is what it was published with."""
+    from shardwise.plan.model.published import published
+
+    held, why = _precision(cluster, precision)
+    model = Model(
+        plain=published(name, compute=held.compute, gathered=False, length=length),
+        gathered=published(name, compute=held.compute, gathered=True, length=length),
+    )
+    usual = usual_batch(name, model.plain.tokens_per_sample, cluster.num_devices, lora=lora is not None)
+    return Subject(
+        model=with_lora(model, lora) if lora is not None else model,
+        batch_size=batch_size or usual,
+        batch_source="--batch-size" if batch_size else "usual for this model",
+        precision=held,
+        precision_source=why,
+    )
+
+
+def job_subject(
+    job: Job,
+    cluster: Cluster,
+    describe: Callable[[Job, DType], Model],
+    *,
+    batch_size: int | None = None,
+    precision: DType | None = None,
+) -> Subject:
+    """Return the model of a job, as `describe` tells it."""
+    held, why = _precision(cluster, precision)
+    return Subject(
+        model=describe(job, held.compute),
+        batch_size=batch_size or job.batch_size,
+        batch_source="--batch-size" if batch_size else "the job's",
+        precision=held,
+        precision_source=why,
+        optimizer=optimizer_shape(job.optimizer),
+    )
+
+
+def optimizer_shape(factory: object) -> OptimizerShape:
+    """Return what an optimizer keeps; one that is not ours is taken for AdamW, which keeps most."""
+    if isinstance(factory, optimizers.SGD):
+        return OptimizerShape(name="sgd", states=1.0) if factory.momentum else SGD
+    return ADAMW
+
+
+def _precision(cluster: Cluster, asked: DType | None) -> tuple[Precision, str]:
+    device = cluster.device
+    if asked == "fp64":
+        return Precision(parameter=asked, compute=asked, reduce=asked, optimizer=asked), "--precision"
+    if asked is not None:
+        return Precision(compute=asked), "--precision"
+    chosen = Device(kind="cpu" if device.kind == "cpu" else "cuda", has_bf16=device.has_bf16, name=device.name)
+    return choose_precision(chosen)

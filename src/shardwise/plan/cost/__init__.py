@@ -1,0 +1,1 @@
+"""What a plan costs on a cluster: memory, traffic and time."""

@@ -1,0 +1,133 @@
+"""What one rank holds of a model under a plan: its parts, their weights in every measure, and what is always there."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardwise.plan.cost.stages import Turns
+from shardwise.plan.model.shape import ELEMENT_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardwise.plan.cost.memory import OptimizerShape
+    from shardwise.plan.cost.stages import Stage
+    from shardwise.plan.model.shape import Amount, ModelShape, Part, Weight
+    from shardwise.plan.plan import Plan
+
+
+class Share(NamedTuple):
+    """A part on this rank: how many of it, and how many numbers one of them has."""
+
+    part: Part
+    number: int
+    whole: float
+    """Weights, each rank of a tensor-parallel group with its own."""
+    trained: float
+    owned: float
+    """Rows of this rank along the shard axis, filled up to equal rows."""
+    owned_trained: float
+    cast: float
+    """Weights that autocast copies into the compute dtype."""
+    unit: float
+    """What a gather over the shard axis brings."""
+
+
+def _share(part: Part, count: int, plan: Plan) -> Share:
+    weights = [weight for weight in part.weights if not weight.tied or plan.layout.pp > 1]
+    layout = plan.layout
+    pairs = [(weight, _rows(weight, layout.tp, layout.shard)) for weight in weights]
+    whole = sum(rows.whole for _, rows in pairs)
+    return Share(
+        part=part,
+        number=count,
+        whole=whole,
+        trained=sum(rows.whole for weight, rows in pairs if weight.trained),
+        owned=sum(rows.own for _, rows in pairs),
+        owned_trained=sum(rows.own for weight, rows in pairs if weight.trained),
+        cast=sum(rows.whole for weight, rows in pairs if weight.cast),
+        unit=sum(rows.own for _, rows in pairs) * layout.shard,
+    )
+
+
+class _Rows(NamedTuple):
+    whole: float
+    own: float
+
+
+def _rows(weight: Weight, tp: int, shard: int) -> _Rows:
+    """Return the numbers of a weight on a tensor-parallel rank, and in its share of the rows."""
+    numel, rows = float(weight.numel), weight.rows
+    if weight.cut:
+        numel, rows = numel / tp, math.ceil(rows / tp)
+    return _Rows(numel, numel * math.ceil(rows / shard) / rows)
+
+
+class Holdings:
+    """Adds up what one rank along pp holds."""
+
+    def __init__(self, shape: ModelShape, plan: Plan, optimizer: OptimizerShape, stages: Sequence[Stage]) -> None:
+        """`stages` are those of the rank, in order."""
+        self.shape = shape
+        self.plan = plan
+        self.optimizer = optimizer
+        self.rank = stages[0].rank
+        self.shares = [_share(part, count, plan) for stage in stages for part, count in stage.parts]
+        self.chunks = [chunk for chunk, stage in enumerate(stages) for _ in stage.parts]
+        """Which of the rank's stages each share is of."""
+        turns = Turns(plan.layout.pp, plan.pipeline.schedule, plan.accumulation, len(stages))
+        self.in_flight = [turns.in_flight(self.rank, chunk) for chunk in self.chunks]
+        """Micro-batches whose activations each share holds at once."""
+        self.sharded = plan.zero >= 2
+        self.compute_bytes = ELEMENT_BYTES[plan.precision.compute]
+        self.held_bytes = ELEMENT_BYTES[plan.precision.parameter]
+        self.reduce_bytes = ELEMENT_BYTES[plan.precision.reduce]
+        self.root = sum(share.unit for share in self.shares if share.part.kind != "block")
+        """Weights outside the blocks, which sharding gathers as one unit."""
+        self.saved = [self.amount(share.part.footprints[plan.recompute].saved) for share in self.shares]
+        layout = plan.layout
+        self.uses_buckets = plan.zero < 2 and layout.dp > 1 and layout.pp == layout.tp == layout.cp == 1
+        """Whether DDP keeps all gradients in buckets of its own."""
+
+    def kept(self, index: int) -> float:
+        """Return what all parts keep for backward while the part at `index` is at work on its newest micro-batch."""
+        chunk = self.chunks[index]
+        rows = zip(range(len(self.shares)), self.shares, self.saved, self.chunks, self.in_flight, strict=True)
+        return sum(
+            saved * share.number * (number - (owner == chunk and position >= index))
+            for position, share, saved, owner, number in rows
+        )
+
+    def amount(self, amount: Amount) -> float:
+        """Return an amount for the plan's micro-batch on one rank."""
+        return amount.at(self.plan.micro_batch, tp=self.plan.layout.tp, sequence_parallel=self.plan.sequence_parallel)
+
+    def total(self, name: str) -> float:
+        """Add up a number of the shares."""
+        return add_up(self.shares, name)
+
+    def at_rest(self) -> dict[str, float]:
+        """Return what is on the device all the time."""
+        plan = self.plan
+        rest = {"input": self.amount(self.shape.input) * min(2, plan.accumulation)}
+        if plan.offload.parameters == "none":
+            rest["parameters"] = self.held_bytes * self.total("owned" if self.sharded else "whole")
+        if plan.offload.optimizer == "none":
+            owned = self.total("owned_trained" if plan.zero else "trained")
+            rest["optimizer states"] = ELEMENT_BYTES[plan.precision.optimizer] * self.optimizer.states * owned
+        if self.uses_buckets:
+            rest["gradients"] = self.held_bytes * self.total("trained")
+        return rest
+
+    def host(self) -> float:
+        """Return what offload keeps on the host: parameters, their gradients and the optimizer's states."""
+        if self.plan.offload.optimizer == "none":
+            return 0.0
+        states = ELEMENT_BYTES[self.plan.precision.optimizer] * self.optimizer.states
+        return (2 * self.held_bytes + states) * self.total("owned_trained" if self.plan.zero else "trained")
+
+
+def add_up(shares: Sequence[Share], name: str) -> float:
+    """Add up a measure of shares, each as often as it is there."""
+    return sum(float(getattr(share, name)) * share.number for share in shares)

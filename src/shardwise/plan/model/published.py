@@ -1,0 +1,48 @@
+"""Published models by name as planning sees them, in closed form and without torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwise.errors import PlanError, nearest
+from shardwise.plan.model.decoder_parts import decoder_shape
+from shardwise.plan.model.resnet_parts import resnet_shape
+from shardwise.plan.model.sizes import BYT5_COMMON, BYT5_SIZES, RESNETS, SIZES, T5_COMMON, T5_SIZES
+from shardwise.plan.model.t5_parts import t5_shape
+
+if TYPE_CHECKING:
+    from shardwise.plan.model.shape import ModelShape
+    from shardwise.plan.plan import DType
+
+PUBLISHED: tuple[str, ...] = (*RESNETS, *SIZES, *T5_SIZES, *BYT5_SIZES)
+"""Names of the models that `published` knows."""
+
+IMAGE_SIDE = 224
+T5_LENGTH, BYT5_LENGTH = 512, 1024
+
+
+def published(name: str, *, compute: DType, gathered: bool, length: int | None = None) -> ModelShape:
+    """Describe a published model trained in `compute`; `gathered` when sharding hands weights over in that dtype.
+
+    `length` is tokens per sample (None: the model's context; T5's labels are a quarter as long), or an image's side
+    in pixels.
+    """
+    if length is not None and length < 1:
+        raise PlanError(f"samples have length {length}", fix="use a whole number of at least 1")
+    if name in SIZES:
+        config = SIZES[name]
+        length = config.context if length is None else length
+        if config.family == "gpt2" and length > config.context:
+            raise PlanError(f"{name} has {config.context} positions, samples have {length} tokens", fix="shorten them")
+        return decoder_shape(name, config, length, compute=compute, gathered=gathered)
+    if name in RESNETS:
+        bottleneck, num_blocks = RESNETS[name]
+        side = length or IMAGE_SIDE
+        return resnet_shape(name, num_blocks, side, bottleneck=bottleneck, compute=compute, gathered=gathered)
+    if name in T5_SIZES:
+        settings = T5_COMMON | T5_SIZES[name]
+        return t5_shape(name, settings, length or T5_LENGTH, compute=compute, gathered=gathered)
+    if name in BYT5_SIZES:
+        settings = BYT5_COMMON | BYT5_SIZES[name]
+        return t5_shape(name, settings, length or BYT5_LENGTH, compute=compute, gathered=gathered)
+    raise PlanError(f"there is no published model {name!r}", fix=nearest(name, PUBLISHED))

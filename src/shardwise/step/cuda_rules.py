@@ -1,0 +1,178 @@
+"""CUDA's ways on meta tensors: which operators autocast lowers or lifts, and which kernels are fused."""
+
+# ruff: noqa: SLF001, FBT001, FBT002, FBT003, PLR0917 - torch's own signatures and operators
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  torch's own custom
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# From the operators with a kernel for AutocastCUDA in torch 2.13 (torch._C._dispatch_has_kernel_for_dispatch_key).
+_LOWERED = frozenset({
+    "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "mv", "bmm", "addmm", "addmv", "addbmm", "baddbmm", "addr",
+    "chain_matmul", "multi_dot", "einsum", "prelu", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
+    "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention", "vecdot",
+})  # fmt: skip
+_LIFTED = frozenset({
+    "layer_norm", "group_norm", "pow", "__pow__", "exp", "expm1", "log", "log10", "log2", "log1p", "rsqrt",
+    "reciprocal", "acos", "asin", "cosh", "sinh", "tan", "erfinv", "softplus", "norm", "vector_norm", "matrix_norm",
+    "cosine_similarity", "logsumexp", "cumprod", "cumsum", "prod", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss",
+    "huber_loss", "kl_div", "binary_cross_entropy_with_logits", "poisson_nll_loss", "cdist", "dist", "softmax",
+    "log_softmax", "interpolate",
+})  # fmt: skip
+
+
+class CudaRules(TorchFunctionMode):
+    """Has meta tensors take the dtypes, and call the kernels, that CUDA tensors would.
+
+    Autocast itself looks for CUDA tensors, which a torch built without CUDA cannot even pretend to have.
+    """
+
+    def __init__(self, compute: torch.dtype | None) -> None:
+        """`compute` is autocast's dtype, None for no autocast."""
+        super().__init__()
+        self._compute = compute
+        self._casts: dict[int, tuple[Tensor, Tensor]] = {}
+        """Lower copies of weights, one for each as autocast's cache has it."""
+        self.lowered: set[int] = set()
+        """Identities of the weights that were cast."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one function with its operands cast, fused where CUDA has a kernel for it."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if self._compute is not None:
+            if name in _LOWERED:
+                args, kwargs = self._cast((args, kwargs), self._compute)
+            elif name in _LIFTED or (name == "rms_norm" and _lifts_rms_norm()):
+                args, kwargs = self._cast((args, kwargs), torch.float32)
+            elif name in {"cross_entropy", "cross_entropy_loss"}:
+                return _cross_entropy(*args, **kwargs)
+        fused = _FUSED.get(name)
+        return func(*args, **kwargs) if fused is None else fused(func, *args, **kwargs)
+
+    def forget_casts(self) -> None:
+        """Drop the cached copies of weights, as the end of autocast does."""
+        self._casts.clear()
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function` with these rules also where autograd calls it: backward switches such modes off."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self in _get_current_function_mode_stack():
+                return function(*args, **kwargs)
+            with self:
+                result = function(*args, **kwargs)
+            self.forget_casts()
+            return result
+
+        return run
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if isinstance(value, Tensor):
+            return self._cast_tensor(value, dtype)
+        if isinstance(value, tuple | list):
+            return type(value)(self._cast(item, dtype) for item in value)
+        if isinstance(value, dict):
+            return {key: self._cast(item, dtype) for key, item in value.items()}
+        return value
+
+    def _cast_tensor(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        if not tensor.is_floating_point() or tensor.dtype in {dtype, torch.float64}:
+            return tensor
+        if not (tensor.is_leaf and tensor.requires_grad and dtype != torch.float32):
+            return tensor.to(dtype)
+        if id(tensor) not in self._casts:
+            lower = tensor.to(dtype)
+            self._casts[id(tensor)] = (tensor, lower)
+            self.lowered.add(id(tensor))
+        return self._casts[id(tensor)][1]
+
+
+def _lifts_rms_norm() -> bool:
+    """Whether this torch's autocast computes it in fp32; so since 2.12."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
+
+
+class _RmsNorm(torch.autograd.Function):
+    """One kernel that keeps its input and a number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, num_dims: int) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-num_dims]))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
+
+
+class _Dropout(torch.autograd.Function):
+    """One kernel that keeps a mask of one byte per element."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(torch.empty_like(x, dtype=torch.bool))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (mask,) = ctx.saved_tensors
+        return torch.empty_like(mask, dtype=gradients[0].dtype)
+
+
+def _rms_norm(_: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:  # noqa: ARG001 - torch's signature
+    return _RmsNorm.apply(x, weight, len(shape))  # type: ignore[no-untyped-call]
+
+
+def _dropout(func: Any, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    return _Dropout.apply(x) if training and p > 0 else func(x, p, training=False, inplace=inplace)  # type: ignore[no-untyped-call]
+
+
+def _attention(
+    func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    """Take the kernel that CUDA would: flash in 16 bit without a mask, memory-efficient else, the plain way last."""
+    if query.dtype in {torch.bfloat16, torch.float16} and attn_mask is None:
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[
+            0
+        ]
+    if query.dtype == torch.float64 or (enable_gqa and query.shape[1] != key.shape[1]):
+        return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
+    if attn_mask is not None:
+        attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:3], key.shape[2])
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        query,
+        key,
+        value,
+        attn_mask,
+        True,
+        dropout_p,
+        is_causal,
+        scale=scale,
+    )[0]
+
+
+def _cross_entropy(logits: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Under autocast the log-softmax is made in fp32, from a copy of the logits in fp32."""
+    return F.cross_entropy(logits.float(), target, *args, **kwargs)
+
+
+_FUSED: dict[str, Callable[..., Any]] = {
+    "rms_norm": _rms_norm,
+    "dropout": _dropout,
+    "scaled_dot_product_attention": _attention,
+}

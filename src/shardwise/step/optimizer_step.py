@@ -1,0 +1,54 @@
+"""What every kind of step has in common: the parts it is built from, its learning rate, and the update that ends it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwise.parallel.batch_norm import batch_norms
+from shardwise.step.step import StepReport
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from shardwise.data.feed import StepBatch
+    from shardwise.job import Job
+    from shardwise.step.step import StepParts
+
+
+class OptimizerStep:
+    """A step's parts, and its beginning and end; what lies between, the gradients, is the kind's own."""
+
+    def __init__(self, job: Job, model: nn.Module, parts: StepParts) -> None:
+        self.model = model
+        self.optimizer = parts.optimized.optimizer
+        self.optimized = parts.optimized
+        self.update = parts.update
+        self.feed = parts.feed
+        self.length = parts.length
+        self.origin = parts.origin
+        self.number = parts.first_step
+        self.base_rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._rate_factor = job.schedule
+        self._autocast = parts.autocast
+        self._sync = parts.sync
+        self._after_first_backward = parts.after_first_backward
+        self._before_update = parts.before_update
+        self._batch_norms = batch_norms(model)
+        self._parameters = list(model.parameters())
+
+    def _begin(self) -> None:
+        """Set the learning rates of this step."""
+        factor = self._rate_factor(self.number, self.length.num_steps)
+        for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
+            group["lr"] = base * factor
+
+    def _end(self, batch: StepBatch, total: Tensor) -> StepReport:
+        """Move the parameters by their summed gradients and report, on every rank; `total` is this rank's loss sum."""
+        if self._before_update is not None:
+            self._before_update()
+        update = self.update(self.optimizer)
+        for parameter in self._parameters:
+            parameter.grad = None  # 15 us a step less than optimizer.zero_grad, which does the same
+        number, self.number = self.number, self.number + 1
+        rate = self.optimizer.param_groups[0]["lr"]
+        return StepReport(number, batch.cursor, total, batch.samples, batch.denominator, rate, *update)
