@@ -30,7 +30,10 @@ class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
     device: str | None = None
     save_every: int = 0
     """Optimizer steps between checkpoints; 0 saves only when asked to stop."""
-    keep: int = 3
+    keep: str = "3"
+    """Which checkpoints stay, as `--keep` says it."""
+    must_save: bool = False
+    """Whether a save that fails ends the training."""
     resume: str = "auto"
     """What a run without checkpoints of its own goes on from."""
 
@@ -55,6 +58,7 @@ def main() -> int:
 
 def _train(order: WorkerOrder, run: RunDirectory, timeline: Timeline) -> None:
     timeline.mark("process")
+    from shardwise.checkpoint import CheckpointFolder
     from shardwise.job import load_job
     from shardwise.plan.toml import read_plan
     from shardwise.train.train import train
@@ -66,8 +70,10 @@ def _train(order: WorkerOrder, run: RunDirectory, timeline: Timeline) -> None:
     timeline.mark("job")
     with world(backend=order.backend, device=order.device) as here:
         timeline.mark("world")
-        # A restart finds what the attempt before it saved.
-        resume = "auto" if run.checkpoints.exists() else order.resume
+        if plan.layout.world_size != here.size:
+            plan = plan.refit(here.size)  # nodes were lost, or have joined
+        # A restart finds what the attempt before it saved, if that was one whole checkpoint at least.
+        resume = "auto" if CheckpointFolder(run.checkpoints).paths() else order.resume
         train(
             job,
             plan,
@@ -77,6 +83,7 @@ def _train(order: WorkerOrder, run: RunDirectory, timeline: Timeline) -> None:
             timeline=timeline,
             save_every=order.save_every,
             keep=order.keep,
+            must_save=order.must_save,
             resume=resume,
         )
 

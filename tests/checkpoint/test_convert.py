@@ -1,5 +1,6 @@
 """Conversions lose nothing that the target can hold, list the rest, and run no code that a file brings along."""
 
+import dataclasses
 import os
 import pickle
 import zipfile
@@ -8,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.checkpoint import read_manifest, save
+from shardwise.checkpoint import convert_own, read_manifest, save
+from shardwise.checkpoint.contents import Contents, bytes_of
 from shardwise.checkpoint.convert import KINDS, convert, open_contents
 from shardwise.checkpoint.diff import diff
 from shardwise.cli.checkpoint import KINDS as CLI_KINDS
@@ -249,3 +251,43 @@ def test_a_sparse_tensor_is_refused_by_name(tmp_path):
     torch.save({"odd": torch.eye(3).to_sparse()}, tmp_path / "file.pt")
     with pytest.raises(InputError, match="'odd'"):
         open_contents(tmp_path / "file.pt")
+
+
+def test_our_own_kind_is_written_in_parts(own, tmp_path, monkeypatch):
+    """Each tensor is read once, and no more than 200 bytes at a time unless one is larger."""
+    monkeypatch.setattr("shardwise.checkpoint.convert_own.BATCH_BYTES", 200)
+    contents = open_contents(own)
+    asked = []
+
+    def read(names):
+        asked.append(list(names))
+        return contents.read(names)
+
+    convert_own.write(dataclasses.replace(contents, read=read), tmp_path / "target")
+    sizes = [sum(bytes_of(contents.forms[name]) for name in names) for names in asked]
+    assert len(asked) > 3
+    assert all(size <= 200 or len(names) == 1 for size, names in zip(sizes, asked, strict=True))
+    assert sorted(name for names in asked for name in names) == sorted(contents.forms)
+    assert diff(contents, open_contents(tmp_path / "target")).are_tensors_equal
+
+
+@pytest.mark.parametrize(("kind", "share"), [("torch", 1.0), ("shardwise", 1.0), ("hf", 0.3)])
+def test_the_host_peak_is_told_before_anything_is_written(own, tmp_path, kind, share):
+    total = sum(tensor.nbytes for tensor in tensors_and_facts()[0].values())
+    told = []
+
+    def announce(peak):
+        assert not list(tmp_path.glob("*target*"))
+        told.append(peak)
+
+    convert(own, tmp_path / "target", kind, announce=announce)
+    assert told == [pytest.approx(share * total, rel=0.2)]
+
+
+def test_streaming_bounds_the_peak_by_the_largest_tensor():
+    forms = {"model/a": ("F32", (1000,)), "model/b": ("F32", (10,)), "optimizer/a/exp_avg": ("F32", (1000,))}
+    contents = Contents(kind="x", step=0, forms=forms, facts={}, read=dict)
+    kind = dataclasses.replace(KINDS["shardwise"], max_held_bytes=100)
+    assert kind.host_peak_bytes(contents) == 4000
+    assert dataclasses.replace(kind, max_held_bytes=5000).host_peak_bytes(contents) == 5000
+    assert dataclasses.replace(kind, max_held_bytes=None).host_peak_bytes(contents) == 8040

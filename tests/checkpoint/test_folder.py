@@ -10,7 +10,6 @@ from shardwise.checkpoint import (
     CheckpointFolder,
     DamagedError,
     Entry,
-    Keep,
     MismatchError,
     load,
     load_newest,
@@ -18,6 +17,7 @@ from shardwise.checkpoint import (
     to_remove,
 )
 from shardwise.errors import InputError
+from shardwise.run.keep import Keep
 from shardwise.testing import run_ranks
 
 LOSSES = [5.0, 3.0, 4.0, 3.0, float("nan")]
@@ -81,7 +81,7 @@ def steps(folder):
 def test_a_folder_that_does_not_exist_holds_nothing(tmp_path):
     folder = CheckpointFolder(tmp_path / "none")
     assert (folder.latest(), folder.paths(), folder.newest_good(deep=True)) == (None, [], (None, []))
-    assert load_newest(tmp_path / "none", {}, group=None) is None
+    assert load_newest(tmp_path / "none", lambda _: {}, group=None) is None
 
 
 def test_latest_is_tried_first_then_the_highest_step(tmp_path):
@@ -119,7 +119,7 @@ def test_loading_skips_damaged_checkpoints_on_all_ranks_alike(tmp_path):
 
     def newest(world):
         back = {"x": torch.tensor(0.0)}
-        report = load_newest(tmp_path, back, group=world.host_group)
+        report = load_newest(tmp_path, lambda _: back, group=world.host_group)
         return report.step, back["x"].item(), report.skipped
 
     (one, other) = run_ranks(newest, 2)
@@ -132,7 +132,7 @@ def test_a_folder_of_damaged_checkpoints_is_refused_naming_each(tmp_path):
     for path in saved(tmp_path, 1, 2).paths():
         damage(path)
     with pytest.raises(DamagedError, match=r"step-00000002/rank-00000.*step-00000001/rank-00000"):
-        load_newest(tmp_path, {"x": torch.tensor(0.0)}, group=None)
+        load_newest(tmp_path, lambda _: {"x": torch.tensor(0.0)}, group=None)
 
 
 def test_pruning_removes_by_rule_and_leaves_no_trace(tmp_path):

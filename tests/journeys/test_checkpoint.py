@@ -127,7 +127,7 @@ def test_prune_keeps_the_newest_and_the_best(run, tmp_path, capfd):
     folder = tmp_path / "folder"
     for number, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 4.0)):
         save(folder, number, {"x": torch.zeros(1)}, {"metrics": {"loss": loss}}, group=None)
-    assert checkpoint("prune", folder, "--keep", 1, "--best", "loss") == 0
+    assert checkpoint("prune", folder, "--keep", "1,min:loss") == 0
     assert sorted(path.name for path in folder.glob("step-*")) == ["step-00000002", "step-00000004"]
     assert "2 checkpoints stay" in capfd.readouterr().out
 
@@ -181,7 +181,7 @@ BAD = {
     "no kind": (["convert", "run", "x", "--to", "zip"], "'torch'"),
     "target exists": (["convert", "run", "run", "--to", "torch"], "there already"),
     "target without folder": (["convert", "run", "no/where", "--to", "torch"], "make the folder first"),
-    "no such metric": (["prune", "run", "--keep", "1", "--best", "accurac"], "'accuracy'"),
+    "no such metric": (["prune", "run", "--keep", "1,max:accurac"], "'accuracy'"),
     "prune of one": (["prune", "run/checkpoints/step-00000002", "--keep", "1"], "is one checkpoint"),
     "keep nothing": (["prune", "run", "--keep", "0"], "keep"),
     "config for torch": (["convert", "run", "x.pt", "--to", "torch", "--config", "job.json"], "leave --config out"),

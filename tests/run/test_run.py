@@ -42,6 +42,18 @@ def test_run_directory_in_use_is_refused(tmp_path):
         create_run(tmp_path, "job")
 
 
+def test_run_directory_of_a_submitted_job_is_gone_on_with(tmp_path):
+    run = create_run(tmp_path / "run", "job")
+    run.batch_script.write_text("#!/bin/bash")
+    assert create_run(run.path, "job").path == run.path
+
+
+def test_requeued_job_goes_on_in_the_run_directory_that_it_names(tmp_path, monkeypatch):
+    path = create_run(tmp_path / "run", "job").path
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert create_run(path, "job").path == path
+
+
 def test_failure_round_trips_with_its_exit_code(tmp_path):
     failure = describe_failure(JobError("bad", fix="mend"), 3)
     write_failure(tmp_path / "e.json", failure)

@@ -13,6 +13,7 @@ import torch
 import shardwise as sw
 from shardwise.plan import Plan, Precision
 from shardwise.run import EventLog
+from shardwise.run.keep import Keep
 from shardwise.run.timeline import Timeline
 from shardwise.testing import run_ranks
 from shardwise.train.loop import run_loop
@@ -64,7 +65,7 @@ def make_job(log, epochs):
 def train(world, name, folder, attempt, epochs):
     log = folder / f"{attempt}-{world.rank}.log"
     plan = Plan(**{**vars(Plan.preset(name, world.size, batch_size=BATCH)), "precision": FP64})
-    spec = SavingSpec(folder=folder / "checkpoints", every=3, keep=2)
+    spec = SavingSpec(folder=folder / "checkpoints", every=3, keep=Keep(last=2))
     _, step = run_loop(make_job(log, epochs), plan, world, EventLog(None), Timeline(), saving_spec=spec)
     return sw.full_state_dict(step.model)
 

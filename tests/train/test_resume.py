@@ -3,20 +3,24 @@
 import dataclasses
 import itertools
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import shardwise as sw
+from shardwise.checkpoint import CheckpointError, DamagedError, read_manifest
 from shardwise.errors import JobError
 from shardwise.plan import Device, Precision, settle
 from shardwise.run import EventLog
+from shardwise.run.keep import Keep, parse_keep
 from shardwise.run.timeline import Timeline
 from shardwise.testing import run_ranks
 from shardwise.train.loop import run_loop
 from shardwise.train.saving import SavingSpec
 from shardwise.train.stop import StoppedError
+from train.sentences import Sentences, sentences_job
 
 FP64 = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp64")
 SAVED, STEPS = 3, 6
@@ -32,47 +36,28 @@ LAYOUTS = {
     "shard2.tp2": (4, "shard2.tp2"),
 }
 PAIRS = list(itertools.product(LAYOUTS, LAYOUTS))
+make_job = partial(sentences_job, "llama-tiny", steps=STEPS)
 
 
-class Sentences(torch.utils.data.Dataset):
-    """Token rows of which some count less than others; 22 of them make short last steps in batches of 8."""
-
-    def __len__(self):
-        return 22
-
-    def __getitem__(self, index):
-        tokens = torch.randint(0, 50, (9,), generator=torch.Generator().manual_seed(index))
-        targets = tokens[1:].clone()
-        targets[: index % 5] = -100
-        return tokens[:-1], targets
-
-
-def make_job(**changes):
-    fields = {
-        "model": lambda: sw.models.decoder("llama-tiny", vocab_size=50, context=16),
-        "data": lambda split: Sentences() if split == "train" else None,
-        "loss": sw.losses.token_cross_entropy,
-        "optimizer": sw.adamw(lr=1e-2, weight_decay=0.1),
-        "batch_size": 8,
-        "steps": STEPS,
-        "clip_norm": 0.5,
-    }
-    return sw.Job(**{**fields, **changes})
-
-
-def trained(world, layout, folder=None, *, job=None, precision=FP64, **saving):
-    """Train to the end or to a stop; return the losses by step, and on rank 0 the final state."""
+def trained(world, layout, folder=None, *, job=None, precision=FP64, told=False, **saving):
+    """Train to the end or to a stop; return the losses by step, on rank 0 the final state, and if asked the notes."""
     job = job or make_job()
     plan = settle(LAYOUTS[layout][1], batch_size=8, world_size=world.size, device=Device())
     plan = dataclasses.replace(plan, precision=precision)
-    losses = {}
-    events = EventLog(None, lambda event: losses.update(enumerate(event.get("losses", []), event.get("first", 0))))
+    losses, notes = {}, []
+
+    def listen(event):
+        losses.update(enumerate(event.get("losses", []), event.get("first", 0)))
+        notes.append(event.get("text", ""))
+
+    events = EventLog(None, listen)
     spec = SavingSpec(folder=folder, **saving) if folder is not None else None
     try:
         _, step = run_loop(job, plan, world, events, Timeline(), saving_spec=spec)
     except StoppedError:
         return losses, None
-    return losses, sw.full_state_dict(step.model)
+    result = losses, sw.full_state_dict(step.model)
+    return (*result, "; ".join(notes)) if told else result
 
 
 def stopped(world, layout, folder, **options):
@@ -137,31 +122,100 @@ def test_every_saved_layout_resumes_under_every_other(save_under, load_under, tm
 
 def test_saves_in_the_background_keep_the_newest_and_change_no_number(tmp_path):
     whole, _ = run_ranks(trained, 1, "one")[0]
-    losses, _ = run_ranks(trained, 2, "fsdp2", tmp_path, every=1, keep=2)[0]
+    losses, _ = run_ranks(trained, 2, "fsdp2", tmp_path, every=1, keep=Keep(last=2))[0]
     assert losses == pytest.approx(whole, rel=1e-9)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000005", "step-00000006"]
 
 
-def test_loss_scale_and_dropout_go_on_where_they_were(tmp_path):
+def test_the_loss_scale_goes_on_where_it_was(tmp_path):
     half = Precision(compute="fp16")
     whole, _ = run_ranks(trained, 2, "ddp2", precision=half)[0]
-
-    def first(world):
-        return stopped_in(world, half)
-
-    def stopped_in(world, precision):
-        def stop(report):
-            if report.number == SAVED - 1:
-                import os
-                import signal
-
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        return trained(world, "ddp2", tmp_path, job=make_job(on_step=stop), precision=precision)
-
-    before, _ = run_ranks(first, 2)[0]
+    before, _ = run_ranks(trained, 2, "ddp2", tmp_path, job=make_job(steps=SAVED), precision=half, every=SAVED)[0]
     after, _ = run_ranks(trained, 2, "ddp2", tmp_path, precision=half)[0]
     assert {**before, **after} == whole
+
+
+def dropping():
+    """A decoder that drops half of what its head is given."""
+    model = sw.models.decoder("llama-tiny", vocab_size=50, context=16)
+    model.norm = torch.nn.Sequential(model.norm, torch.nn.Dropout(0.5))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_workers"), [("one", 0), ("ddp2", 0), ("ddp2", 1), ("fsdp2", 0), ("tp2", 0), ("pp2", 0)]
+)
+def test_dropout_masks_go_on_at_the_same_layout(layout, num_workers, tmp_path):
+    def job(**changes):
+        return make_job(model=dropping, num_workers=num_workers, **changes)
+
+    nproc = LAYOUTS[layout][0]
+    whole, state = run_ranks(trained, nproc, layout, job=job())[0]
+    before, _ = run_ranks(trained, nproc, layout, tmp_path, job=job(steps=SAVED), every=SAVED)[0]
+    after, final = run_ranks(trained, nproc, layout, tmp_path, job=job())[0]
+    assert {**before, **after} == pytest.approx(whole, rel=1e-12)
+    for name, value in state.items():
+        torch.testing.assert_close(final[name], value, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def test_dropout_masks_begin_anew_at_another_layout_and_that_is_told(tmp_path):
+    whole, _ = run_ranks(trained, 1, "one", job=make_job(model=dropping))[0]
+    run_ranks(trained, 1, "one", tmp_path, job=make_job(model=dropping, steps=SAVED), every=SAVED)
+    after, _, notes = run_ranks(trained, 2, "ddp2", tmp_path, job=make_job(model=dropping), told=True)[0]
+    assert after[SAVED] != pytest.approx(whole[SAVED], rel=1e-6)
+    assert "random masks begin anew" in notes
+
+
+def flip_a_bit(checkpoint):
+    shard = next(checkpoint.glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path):
+    whole, _ = run_ranks(trained, 1, "one")[0]
+    run_ranks(trained, 2, "fsdp2", tmp_path, job=make_job(steps=4), every=2)
+    flip_a_bit(tmp_path / "step-00000004")
+    after, _, notes = run_ranks(trained, 2, "fsdp2", tmp_path, told=True)[0]
+    assert "passed over: loading" in notes
+    assert "step-00000004/rank-0000" in notes
+    assert "host peak" in notes
+    assert after == pytest.approx({step: whole[step] for step in range(2, STEPS)}, rel=1e-9)
+
+
+def test_a_training_does_not_begin_anew_over_checkpoints_that_are_all_damaged(tmp_path):
+    run_ranks(trained, 1, "one", tmp_path, job=make_job(steps=4), every=2)
+    for checkpoint in tmp_path.glob("step-*"):
+        flip_a_bit(checkpoint)
+    with pytest.raises(DamagedError, match=r"step-00000004.*step-00000002"):
+        run_ranks(trained, 1, "one", tmp_path)
+
+
+def test_a_save_that_fails_is_told_or_ends_the_training_as_told(tmp_path):
+    (tmp_path / "file").touch()
+    losses, _, notes = run_ranks(trained, 1, "one", tmp_path / "file" / "in", every=2, told=True)[0]
+    assert sorted(losses) == list(range(STEPS))
+    assert notes.count("not saved: ") == 3
+    with pytest.raises(CheckpointError, match="Not a directory"):
+        run_ranks(trained, 1, "one", tmp_path / "file" / "in", every=2, must_save=True)
+
+
+def test_the_best_by_a_metric_is_saved_when_it_is_measured_and_stays(tmp_path):
+    accuracies = iter([0.5, 0.9, 0.1, 0.2])
+
+    def job():
+        best = sw.Metric(sum=lambda output, batch: torch.tensor(next(accuracies)), count=lambda batch: 1)
+        return make_job(
+            data=lambda split: torch.utils.data.Subset(Sentences(), range(8 if split == "train" else 1)),
+            steps=None,
+            epochs=4,
+            metrics={"luck": best},
+        )
+
+    run_ranks(lambda world: trained(world, "one", tmp_path, job=job(), keep=parse_keep("1,max:luck")), 1)
+    kept = {path.name: read_manifest(path).facts["metrics"]["luck"] for path in tmp_path.glob("step-*")}
+    assert kept == pytest.approx({"step-00000002": 0.9, "step-00000004": 0.2})
 
 
 def test_another_seed_is_refused(tmp_path):

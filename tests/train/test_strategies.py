@@ -10,34 +10,9 @@ from shardwise.errors import PlanError
 from shardwise.plan import Device, Precision, settle
 from shardwise.testing import run_ranks
 from shardwise.train.build import build_step
+from train.sentences import sentences_job
 
 FP64 = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp64")
-
-
-class Sentences(torch.utils.data.Dataset):
-    """Token rows of which some count less than others, and a last batch that is short."""
-
-    def __len__(self):
-        return 22
-
-    def __getitem__(self, index):
-        tokens = torch.randint(0, 50, (9,), generator=torch.Generator().manual_seed(index))
-        targets = tokens[1:].clone()
-        targets[: index % 5] = -100
-        return tokens[:-1], targets
-
-
-def make_job(**changes):
-    fields = {
-        "model": lambda: sw.models.decoder("gpt2-tiny", vocab_size=50, context=16),
-        "data": lambda split: Sentences() if split == "train" else None,
-        "loss": sw.losses.token_cross_entropy,
-        "optimizer": sw.adamw(lr=1e-2, weight_decay=0.1),
-        "batch_size": 8,
-        "steps": 4,
-        "clip_norm": 0.5,
-    }
-    return sw.Job(**{**fields, **changes})
 
 
 def trained(world, job, name, overrides, precision=FP64):
@@ -92,7 +67,7 @@ PLANS = [
     ("nproc", "name", "overrides"), PLANS, ids=[f"{n}-{name}-{'-'.join(over.values())}" for n, name, over in PLANS]
 )
 def test_sharded_plan_equals_one_process(nproc, name, overrides):
-    job = make_job() if 8 % nproc == 0 else make_job(batch_size=6)
+    job = sentences_job() if 8 % nproc == 0 else sentences_job(batch_size=6)
     check_equal(job, nproc, name, overrides)
 
 
@@ -110,7 +85,7 @@ def test_batch_statistics_move_once_when_a_block_is_recomputed():
         net.head = torch.nn.Linear(64, 10)
         return net
 
-    job = make_job(
+    job = sentences_job(
         model=model,
         data=lambda split: Images() if split == "train" else None,
         loss=sw.losses.cross_entropy,
@@ -150,7 +125,9 @@ def test_buffers_behind_the_layers_come_from_the_last_stage():
         def __getitem__(self, index):
             return torch.randn(6, generator=torch.Generator().manual_seed(index)), index % 3
 
-    job = make_job(model=Net, data=lambda split: Points() if split == "train" else None, loss=sw.losses.cross_entropy)
+    job = sentences_job(
+        model=Net, data=lambda split: Points() if split == "train" else None, loss=sw.losses.cross_entropy
+    )
     one = run_ranks(trained, 1, job, "ddp", {"accumulation": "2"})[0][2]
     two = run_ranks(trained, 2, job, "pp", {"accumulation": "2"})[0][2]
     torch.testing.assert_close(two["norm.running_mean"], one["norm.running_mean"], rtol=1e-9, atol=1e-11)
@@ -159,7 +136,7 @@ def test_buffers_behind_the_layers_come_from_the_last_stage():
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero3"])
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 def test_lower_precision_learns_under_every_strategy(name, compute):
-    job = make_job(steps=8, optimizer=sw.adamw(lr=3e-3))
+    job = sentences_job(steps=8, optimizer=sw.adamw(lr=3e-3))
     exact = run_ranks(trained, 1, job, "ddp", {})[0][0]
     losses = run_ranks(trained, 2, job, name, {}, Precision(compute=compute))[0][0]
     torch.testing.assert_close(losses, exact, rtol=0.02, atol=0)
@@ -167,7 +144,7 @@ def test_lower_precision_learns_under_every_strategy(name, compute):
 
 @pytest.mark.parametrize("compression", ["bf16", "fp16", "powersgd"])
 def test_compressed_gradients_stay_close(compression):
-    job = make_job(steps=14, optimizer=sw.adamw(lr=3e-3))
+    job = sentences_job(steps=14, optimizer=sw.adamw(lr=3e-3))
     exact = run_ranks(trained, 1, job, "ddp", {})[0][0]
     losses = run_ranks(trained, 2, job, "ddp", {"communication.compression": compression})[0][0]
     assert not torch.equal(losses, exact)
@@ -176,7 +153,7 @@ def test_compressed_gradients_stay_close(compression):
 
 def test_a_zero1_rank_keeps_its_share_of_the_optimizer_only():
     def body(world):
-        job = make_job(steps=1)
+        job = sentences_job(steps=1)
         plan = settle("zero1", batch_size=8, world_size=world.size, device=Device())
         step = build_step(job, plan, world)
         for batch in step.feed:
@@ -218,6 +195,6 @@ def test_parallelize_averages_like_ddp_under_fsdp():
 def test_plans_that_make_no_sense_are_refused(name, overrides, words):
     def body(world):
         with pytest.raises(PlanError, match=words):
-            trained(world, make_job(), name, overrides, Precision())
+            trained(world, sentences_job(), name, overrides, Precision())
 
     run_ranks(body, 2)

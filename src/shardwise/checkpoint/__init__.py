@@ -5,7 +5,7 @@ from shardwise.checkpoint.check import Damage, find_damage
 from shardwise.checkpoint.errors import CheckpointError, DamagedError, MismatchError
 from shardwise.checkpoint.fill import Forecast
 from shardwise.checkpoint.folder import CheckpointFolder, load_newest
-from shardwise.checkpoint.keep import Entry, Keep, to_remove
+from shardwise.checkpoint.keep import Entry, to_remove
 from shardwise.checkpoint.load import Comparison, LoadReport, load
 from shardwise.checkpoint.manifest import Manifest, Piece, TensorEntry, read_manifest
 from shardwise.checkpoint.save import SaveReport, save
@@ -20,7 +20,6 @@ __all__ = [
     "DamagedError",
     "Entry",
     "Forecast",
-    "Keep",
     "LoadReport",
     "Manifest",
     "MismatchError",

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.checkpoint import convert_dcp, convert_hf, convert_own, convert_torch
-from shardwise.checkpoint.contents import bytes_of, find_ties
+from shardwise.checkpoint.contents import BATCH_BYTES, bytes_of, find_ties
 from shardwise.checkpoint.dcp_metadata import METADATA
 from shardwise.checkpoint.disk import sync_folder, write_synced
 from shardwise.checkpoint.errors import explained
+from shardwise.checkpoint.folder import find_checkpoints
 from shardwise.checkpoint.names import parse_name
 from shardwise.errors import InputError, nearest
 
@@ -32,30 +33,44 @@ class Kind:
     read: Callable[[Path], Contents]
     write: Callable[[Contents, Path], list[str]]
     """Writes to a path where nothing is, and returns what the target cannot hold, one sentence each."""
+    max_held_bytes: int | None
+    """Bytes of tensors that writing holds at a time, one tensor at least; None for all of them."""
     holds_weights_only: bool = False
+
+    def host_peak_bytes(self, contents: Contents) -> int:
+        """Return how many bytes of tensors are on the host at once while `contents` are written, about."""
+        if self.holds_weights_only:
+            contents = contents.only_weights()
+        sizes = [bytes_of(form) for form in contents.forms.values()]
+        if self.max_held_bytes is None:
+            return sum(sizes)
+        return max(min(sum(sizes), self.max_held_bytes), max(sizes, default=0))
 
 
 KINDS = {
     "shardwise": Kind(
         "a checkpoint of ours, a folder of them or a run directory",
-        lambda path: bool(convert_own.find_checkpoints(path)),
+        lambda path: bool(find_checkpoints(path)),
         convert_own.read,
         convert_own.write,
+        max_held_bytes=BATCH_BYTES,
     ),
     "dcp": Kind(
         "a torch.distributed.checkpoint folder",
         lambda path: (path / METADATA).is_file(),
         convert_dcp.read,
         convert_dcp.write,
+        max_held_bytes=None,
     ),
     "hf": Kind(
         "a Hugging Face folder of safetensors",
         lambda path: path.suffix == ".safetensors" or any(path.glob("*.safetensors")),
         convert_hf.read,
         convert_hf.write,
+        max_held_bytes=convert_hf.MAX_FILE_BYTES,
         holds_weights_only=True,
     ),
-    "torch": Kind("a torch file", Path.is_file, convert_torch.read, convert_torch.write),
+    "torch": Kind("a torch file", Path.is_file, convert_torch.read, convert_torch.write, max_held_bytes=None),
 }
 """Tried in this order; another engine's folders are one more line."""
 
@@ -96,11 +111,13 @@ def convert(
     weights: bool = False,
     step: int | None = None,
     config: Path | None = None,
+    announce: Callable[[int], None] = lambda _: None,
 ) -> ConvertReport:
     """Write the checkpoint at `source` as a new one of kind `to` at `target`, whole or not at all; one process.
 
     `weights` leaves out all but the model's tensors; `step` is the number of optimizer steps made, where the source
-    does not say; `config` is put beside the weights of a Hugging Face folder.
+    does not say; `config` is put beside the weights of a Hugging Face folder. `announce` hears the host peak in bytes
+    before anything is written.
     """
     target = Path(target)
     if to not in KINDS:
@@ -120,6 +137,7 @@ def convert(
         named = parse_name(target.name)
         if named is not None and named[0] != contents.step:
             raise InputError(f"target {target} is named for another step than {contents.step}", fix="give --step")
+    announce(KINDS[to].host_peak_bytes(contents))
     left_out = [*contents.left_out, *_publish(contents, target, to, config)]
     if to == "hf" and config is None:
         left_out.append("config.json: a checkpoint does not know it, give it with --config")

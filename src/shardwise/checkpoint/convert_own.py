@@ -1,36 +1,26 @@
-"""Our own checkpoint as the source or the target of a conversion, and where one is when a folder of them is named."""
+"""Our own checkpoint as the source or the target of a conversion."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.contents import BATCH_BYTES, Contents
 from shardwise.checkpoint.dtypes import DTYPES
-from shardwise.checkpoint.folder import CheckpointFolder
-from shardwise.checkpoint.load import load
-from shardwise.checkpoint.manifest import MANIFEST, read_manifest
+from shardwise.checkpoint.fill import Filling
+from shardwise.checkpoint.folder import CheckpointFolder, find_checkpoints
+from shardwise.checkpoint.manifest import read_manifest
 from shardwise.checkpoint.names import name_of
-from shardwise.checkpoint.save import save
+from shardwise.checkpoint.save import Draft
+from shardwise.checkpoint.shard import ShardLayout
 from shardwise.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
     from pathlib import Path
-
-    from torch import Tensor
-
-
-def find_checkpoints(path: Path) -> list[Path]:
-    """Return the checkpoints at `path`: itself, or all in that folder or run directory, in the order to try them."""
-    if (path / MANIFEST).exists():
-        return [path]
-    for folder in (path, path / "checkpoints"):
-        found = CheckpointFolder(folder).paths()
-        if found:
-            return found
-    return []
 
 
 def read(path: Path) -> Contents:
@@ -46,7 +36,10 @@ def read(path: Path) -> Contents:
     def get(names: Collection[str]) -> dict[str, Tensor]:
         entries = {name: manifest.tensors[name] for name in names}
         tensors = {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in entries.items()}
-        load(path, tensors, group=None, strict=False)
+        filling = Filling(path, manifest, tensors)
+        filling.plan()
+        filling.check()
+        filling.fill()
         return tensors
 
     return Contents(
@@ -59,11 +52,36 @@ def read(path: Path) -> Contents:
 
 
 def write(contents: Contents, path: Path) -> list[str]:
-    """Write a new checkpoint; it can hold everything."""
+    """Write a new checkpoint, which can hold everything, a few hundred megabytes at a time."""
     folder = path.with_name(path.name + ".saving")
-    save(folder, contents.step, contents.read(list(contents.forms)), contents.facts, group=None)
+    forms = {
+        name: torch.empty(shape, dtype=DTYPES[code], device="meta") for name, (code, shape) in contents.forms.items()
+    }
+    Draft(folder, contents.step, forms, contents.facts, None).write(lambda: Streamed(contents))
     (folder / name_of(contents.step)).rename(path)
     for rest in folder.iterdir():
         rest.unlink()
     folder.rmdir()
     return []
+
+
+class Streamed(Mapping[str, Tensor]):
+    """Tensors of a checkpoint, read in parts when they are asked for in the order of a shard file; one part is held."""
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+        self._parts = contents.split(list(ShardLayout.of(contents.forms).places), BATCH_BYTES)
+        self._part_of = {name: part for part in self._parts for name in part}
+        self._held: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._held:
+            self._held = {}  # before the next part comes, not after
+            self._held = self._contents.read(self._part_of[name])
+        return self._held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._part_of)
+
+    def __len__(self) -> int:
+        return len(self._part_of)

@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpoint.agreement import size_of, together
+from shardwise.checkpoint.agreement import nothing_more, size_of, together
 from shardwise.checkpoint.check import find_damage
 from shardwise.checkpoint.disk import remove_whole
 from shardwise.checkpoint.errors import DamagedError
 from shardwise.checkpoint.keep import Entry, to_remove
 from shardwise.checkpoint.load import load
-from shardwise.checkpoint.manifest import read_manifest, read_regular
+from shardwise.checkpoint.manifest import MANIFEST, read_manifest, read_regular
 from shardwise.checkpoint.names import LATEST, parse_name
 
 if TYPE_CHECKING:
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
     from shardwise.checkpoint.check import Damage
     from shardwise.checkpoint.fill import Forecast
-    from shardwise.checkpoint.keep import Keep
     from shardwise.checkpoint.load import LoadReport
+    from shardwise.checkpoint.manifest import Manifest
+    from shardwise.run.keep import Keep
 
 
 class CheckpointFolder:
@@ -92,32 +93,70 @@ class CheckpointFolder:
         return removed
 
 
+def find_checkpoints(path: Path) -> list[Path]:
+    """Return the checkpoints at `path`: itself, or all in that folder or run directory, in the order to try them."""
+    if (path / MANIFEST).exists():
+        return [path]
+    for folder in (path, path / "checkpoints"):
+        found = CheckpointFolder(folder).paths()
+        if found:
+            return found
+    return []
+
+
 def load_newest(
-    folder: Path | str,
-    tensors: Mapping[str, Tensor],
+    path: Path | str,
+    make_room: Callable[[Manifest], Mapping[str, Tensor]],
     *,
     group: dist.ProcessGroup | None,
     strict: bool = True,
     announce: Callable[[Forecast], None] | None = None,
 ) -> LoadReport | None:
-    """Load the newest good checkpoint of `folder`; called on every rank, communicates over `group`.
+    """Load the newest good checkpoint at `path`; called on every rank, communicates over `group`.
 
+    `path` is a run directory, a folder of checkpoints, or one. `make_room` returns the tensors to fill from the one
+    whose manifest it is given: called on every rank, again for the next one where the bytes turn out to be damaged.
     Returns None if there is no checkpoint at all. Damaged ones are skipped and named in the report; if all are
     damaged, raises a DamagedError that names each. Otherwise as `load`.
     """
-    listed = CheckpointFolder(folder)
-    paths = together(group, f"listing {folder}", lambda: None, lambda _: [listed.paths()] * size_of(group))
-    skipped: list[str] = []
-    for path in paths:
+    doing = f"looking for checkpoints in {path}"
+    paths, skipped = together(group, doing, lambda: None, lambda _: [_sift(Path(path))] * size_of(group))
+    for each in paths:
         try:
-            report = load(path, tensors, group=group, strict=strict, announce=announce)
+            manifest = _read_together(each, group)
+            report = load(each, make_room(manifest), group=group, strict=strict, announce=announce)
         except DamagedError as error:  # raised on every rank alike, so all go on to the next together
             skipped.append(error.fact)
         else:
             return dataclasses.replace(report, skipped=tuple(skipped))
     if skipped:
-        raise DamagedError(f"no checkpoint in {folder} can be used: {'; '.join(skipped)}")
+        raise DamagedError(
+            f"no checkpoint in {path} can be used: {'; '.join(skipped)}",
+            fix="remove them to begin anew, or name another",
+        )
     return None
+
+
+def _sift(path: Path) -> tuple[list[Path], list[str]]:
+    """Return the checkpoints at `path` up to the first with the right sizes and headers, and what the others lack.
+
+    So that room is seldom made in vain: reading every byte is left to the loading itself.
+    """
+    paths = find_checkpoints(path)
+    skipped: list[str] = []
+    for number, each in enumerate(paths):
+        damages = find_damage(each, deep=False)
+        if not damages:
+            return paths[number:], skipped
+        skipped += [damage.reason for damage in damages]
+    return [], skipped
+
+
+def _read_together(path: Path, group: dist.ProcessGroup | None) -> Manifest:
+    """Read the manifest on every rank; communicates over `group`, so that all or none raise."""
+    read: list[Manifest] = []
+    together(group, f"loading {path}", lambda: read.append(read_manifest(path)), nothing_more)
+    return read[0]
 
 
 def _entry(path: Path) -> Entry:

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: by count, by age, the best by a metric; a decision, nothing is removed here."""
+"""Which checkpoints may go, by a run's rules: a decision, nothing is removed here."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.errors import InputError
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from shardwise.run.keep import Keep
 
 
 @dataclass(frozen=True)
@@ -24,29 +24,6 @@ class Entry:
     num_bytes: int
     metrics: dict[str, float]
     """What `facts["metrics"]` holds, as far as it is numbers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Keep:
-    """What to keep: a checkpoint stays if any of the rules wants it; without any rule all stay."""
-
-    last: int | None = None
-    """The newest so many."""
-    age_s: float | None = None
-    """Those younger than so many seconds."""
-    best: int = 0
-    """So many with the best value of `metric`."""
-    metric: str = ""
-    highest: bool = False
-    """Whether the best value is the highest; else the lowest."""
-
-    def __post_init__(self) -> None:
-        if self.last is not None and self.last < 1:
-            raise InputError(f"keep.last is {self.last}", fix="keep at least 1, or leave it out to keep all")
-        if self.age_s is not None and self.age_s < 0:
-            raise InputError(f"keep.age_s is {self.age_s}", fix="use seconds, at least 0")
-        if self.best < 0 or bool(self.best) != bool(self.metric):
-            raise InputError(f"keep.best is {self.best} of metric {self.metric!r}", fix="give both or neither")
 
 
 def to_remove(entries: Sequence[Entry], keep: Keep, *, now: float) -> list[Entry]:

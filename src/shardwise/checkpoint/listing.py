@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwise.checkpoint.check import find_damage
-from shardwise.checkpoint.convert_own import find_checkpoints
 from shardwise.checkpoint.errors import DamagedError
-from shardwise.checkpoint.folder import CheckpointFolder
+from shardwise.checkpoint.folder import CheckpointFolder, find_checkpoints
 from shardwise.checkpoint.manifest import read_manifest
 from shardwise.checkpoint.names import parse_name
 from shardwise.errors import InputError

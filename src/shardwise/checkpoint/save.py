@@ -12,12 +12,13 @@ import msgspec
 
 from shardwise.checkpoint.agreement import rank_in, together
 from shardwise.checkpoint.disk import is_seen
+from shardwise.checkpoint.dtypes import CODES
 from shardwise.checkpoint.errors import CheckpointError
 from shardwise.checkpoint.manifest import Piece
 from shardwise.checkpoint.names import name_of, shard_name
 from shardwise.checkpoint.pieces import box_of, local_data, propose
 from shardwise.checkpoint.publish import Publication, Written
-from shardwise.checkpoint.shard import write_shard
+from shardwise.checkpoint.shard import ShardLayout, write_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -89,7 +90,10 @@ class Draft:
         self.bytes_here = sum(piece.nbytes for piece in self.pieces.values())
 
     def write(self, get_pieces: Callable[[], Mapping[str, Tensor]]) -> SaveReport:
-        """Write what `get_pieces` returns and publish it; called once on every rank, communicates over the group."""
+        """Write what `get_pieces` returns and publish it; called once on every rank, communicates over the group.
+
+        It returns this rank's part with its values: `pieces`, a copy of them, or what reads them one after another.
+        """
         try:
             published = together(
                 self._group,
@@ -116,11 +120,14 @@ class Draft:
                 fix="save to storage that every node shares",
             )
         file = shard_name(rank_in(self._group))
-        if not pieces:
+        if not order.names:
             return Written(file, 0, {})
-        size, checksums = write_shard(order.temporary / file, pieces)
+        layout = ShardLayout.of(
+            {name: (CODES[piece.dtype], tuple(piece.shape)) for name, piece in self.pieces.items()},
+        )
+        checksums = write_shard(order.temporary / file, layout, pieces)
         written = {
-            name: Piece(file, self._offsets[name], tuple(pieces[name].shape), checksum)
+            name: Piece(file, self._offsets[name], layout.places[name].shape, checksum)
             for name, checksum in checksums.items()
         }
-        return Written(file, size, written)
+        return Written(file, layout.size, written)

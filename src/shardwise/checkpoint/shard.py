@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from shardwise.checkpoint.checksum import crc32, crc32_text
-from shardwise.checkpoint.dtypes import CODES, DTYPES
+from shardwise.checkpoint.dtypes import DTYPES
 from shardwise.checkpoint.errors import DamagedError
 from shardwise.checkpoint.manifest import MANIFEST, open_regular
 
@@ -101,13 +101,12 @@ def memory_of(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def write_shard(path: Path, pieces: Mapping[str, Tensor]) -> tuple[int, dict[str, str]]:
-    """Write a new shard file and sync it to disk; return its size and each piece's checksum.
+def write_shard(path: Path, layout: ShardLayout, pieces: Mapping[str, Tensor]) -> dict[str, str]:
+    """Write a new shard file and sync it to disk; return each piece's checksum.
 
-    Checksums are taken from memory by a second thread, so that they hide behind the disk. A tensor that is on a
-    device or not contiguous passes through the host one piece at a time.
+    Pieces are asked for once, in the order of the layout. Checksums are taken from memory by a second thread, so that
+    they hide behind the disk. A tensor that is on a device or not contiguous passes through the host one at a time.
     """
-    layout = ShardLayout.of({name: (CODES[tensor.dtype], tuple(tensor.shape)) for name, tensor in pieces.items()})
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with ThreadPoolExecutor(1, "checksum") as checker:
@@ -119,7 +118,7 @@ def write_shard(path: Path, pieces: Mapping[str, Tensor]) -> tuple[int, dict[str
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(fd)
-    return layout.size, checksums
+    return checksums
 
 
 def _write_piece(fd: int, piece: Tensor, checker: ThreadPoolExecutor) -> Callable[[], str]:

@@ -8,6 +8,7 @@ import click
 
 from shardwise.run.console import complain, say
 from shardwise.run.exitcodes import CHECK_FAILED, DONE
+from shardwise.run.keep import GRAMMAR, parse_keep
 
 KINDS = ("torch", "dcp", "hf", "shardwise")
 """The kinds that `convert` writes; here as words, so that torch is not imported to show them."""
@@ -76,25 +77,24 @@ def diff(left: Path, right: Path) -> int:
 
 @command.command("prune", no_args_is_help=True)
 @click.argument("path", type=_PATH)
-@click.option("--keep", type=click.IntRange(min=1), required=True, help="Newest checkpoints that stay.")
-@click.option("--best", metavar="METRIC", default="", help="Also keep the one with the lowest METRIC.")
-@click.option("--highest", is_flag=True, help="The highest METRIC is the best.")
-def prune(path: Path, *, keep: int, best: str, highest: bool) -> int:
+@click.option("--keep", "rules", metavar="RULES", required=True, help=f"Checkpoints that stay: {GRAMMAR}.")
+def prune(path: Path, *, rules: str) -> int:
     """Remove old checkpoints; the newest good one stays in any case."""
-    from shardwise.checkpoint import CheckpointFolder, Keep
+    from shardwise.checkpoint import CheckpointFolder
     from shardwise.checkpoint.listing import list_checkpoints
     from shardwise.errors import InputError, nearest
 
+    keep = parse_keep(rules)
     rows = list_checkpoints(path, deep=False)
     if [row.path for row in rows] == [path]:
         raise InputError(f"{path} is one checkpoint", fix="name the run directory or the folder it is in")
     metrics = {name for row in rows for name in row.metrics}
-    if best and best not in metrics:
+    if keep.metric and keep.metric not in metrics:
         raise InputError(
-            f"no checkpoint in {path} tells a metric {best!r}", fix=nearest(best, metrics) if metrics else ""
+            f"no checkpoint in {path} tells a metric {keep.metric!r}",
+            fix=nearest(keep.metric, metrics) if metrics else "",
         )
-    rule = Keep(last=keep, best=1 if best else 0, metric=best, highest=highest)
-    removed = CheckpointFolder(rows[0].path.parent).prune(rule, deep=True)
+    removed = CheckpointFolder(rows[0].path.parent).prune(keep, deep=True)
     for each in removed:
         say(f"removed: {each}")
     say(f"{len(rows) - len(removed)} checkpoints stay")
@@ -111,7 +111,10 @@ def prune(path: Path, *, keep: int, best: str, highest: bool) -> int:
 def convert(source: Path, target: Path, *, kind: str, weights: bool, step: int | None, config: Path | None) -> int:
     """Write SOURCE, whose kind is recognised, as a new checkpoint TARGET; says what TARGET cannot hold."""
     from shardwise.checkpoint.convert import convert as write
-    from shardwise.cli.checkpoint_view import show_conversion
+    from shardwise.cli.checkpoint_view import in_units, show_conversion
 
-    show_conversion(write(source, target, kind, weights=weights, step=step, config=config))
+    def announce(peak_bytes: int) -> None:
+        complain(f"host peak: {in_units(peak_bytes)} of tensors at a time")
+
+    show_conversion(write(source, target, kind, weights=weights, step=step, config=config, announce=announce))
     return DONE

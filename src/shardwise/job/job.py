@@ -13,6 +13,7 @@ from shardwise.job.schedules import Constant, Schedule
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.checkpoint.stateful import Stateful
     from torch.utils.data import Dataset
 
     from shardwise.job.optimizers import OptimizerFactory
@@ -53,6 +54,8 @@ class Job:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     on_step: Callable[[Any], None] | None = None
     """Called on every rank with each StepReport."""
+    state: Stateful | None = None
+    """What else checkpoints hold: an object with state_dict() and load_state_dict(), alike on every rank."""
     collate: Callable[[list[Any]], Any] | None = None
     """Samples to batch; None is torch's own."""
     num_workers: int = 0
@@ -87,6 +90,8 @@ class Job:
                 raise JobError("Job.metrics names one 'loss', which the report has already", fix="give it another name")
             if not isinstance(metric, Metric):
                 raise JobError(f"Job.metrics[{name!r}] is {metric!r}", fix="give sw.Metric(sum=..., count=...)")
+        if self.state is not None and not _is_stateful(self.state):
+            raise JobError(f"Job.state is {self.state!r}", fix="give an object with state_dict() and load_state_dict()")
         if self.lora is not None:
             raise JobError("Job.lora is not built yet", fix="leave it out")
 
@@ -110,6 +115,10 @@ _CALLABLES = {
 def _check_whole(name: str, value: object, *, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise JobError(f"Job.{name} is {value!r}", fix=f"give a whole number of at least {least}")
+
+
+def _is_stateful(value: object) -> bool:
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _positive(value: object) -> bool:

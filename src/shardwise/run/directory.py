@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.environment import variables
 from shardwise.errors import InputError
 
 
@@ -34,6 +35,11 @@ class RunDirectory:
     def environment(self) -> Path:
         """Environment variables that explain the run, by allow-list (JSON)."""
         return self.path / "environment.json"
+
+    @property
+    def batch_script(self) -> Path:
+        """What was submitted to SLURM; absent when the run was started otherwise."""
+        return self.path / "job.sbatch"
 
     @property
     def timeline(self) -> Path:
@@ -97,7 +103,12 @@ _FOLDERS = ("events", "logs", "errors")
 
 
 def create_run(path: Path | None, name: str) -> RunDirectory:
-    """Make a new run directory: `path`, or runs/NAME-TIME under the current directory."""
+    """Make a new run directory: `path`, or runs/NAME-TIME under the current directory.
+
+    One that was made when its job was submitted to SLURM is taken as it is, also by a job that was requeued.
+    """
+    if path is not None and path.is_dir() and (RunDirectory(path).batch_script.exists() or _is_requeued()):
+        return share_run(path)
     if path is not None:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise InputError(f"run directory {path} is not empty", fix="name another one with --run-dir")
@@ -109,6 +120,23 @@ def create_run(path: Path | None, name: str) -> RunDirectory:
         except FileExistsError:  # two runs may start within one second
             wanted = wanted.with_name(f"{wanted.name.rpartition('~')[0] or wanted.name}~{number}")
     raise AssertionError("count is endless")
+
+
+def _is_requeued() -> bool:
+    return variables("SLURM_RESTART_COUNT").get("SLURM_RESTART_COUNT", "0") != "0"
+
+
+def share_run(path: Path) -> RunDirectory:
+    """Make the run directory that another node has named, which may be there already if the nodes share a disk."""
+    try:
+        for folder in _FOLDERS:
+            (path / folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"run directory {path} of node 0 cannot be made here ({error.strerror})",
+            fix="name one for this node with --run-dir",
+        ) from None
+    return RunDirectory(path)
 
 
 def _make(path: Path, *, exist_ok: bool) -> RunDirectory:

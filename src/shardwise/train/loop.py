@@ -75,7 +75,7 @@ def run_loop(
                 events.write("evaluation", step=step.number, epoch=report.cursor.epoch, values=evaluation)
                 journal.restart_clock()
             if saving is not None:
-                saving.after(step, evaluation, is_stopping=is_stopping and not is_last)
+                saving.after(step, evaluation if is_end else {}, is_stopping=is_stopping and not is_last)
     if saving is not None:
         saving.finish()
     training_s = time.perf_counter() - began
@@ -103,10 +103,8 @@ def _begin(job: Job, plan: Plan, world: World, events: EventLog, saving: Saving 
     def note(text: str) -> None:
         events.write("note", text=text)
 
-    point = saving.resume_point() if saving is not None else None
-    if saving is None or point is None:
-        return build_step(job, plan, world, note=note)
-    path, manifest = point
-    step = build_step(job, plan, world, note=note, first_step=manifest.step)
-    saving.restore(step, path, manifest)
-    return step
+    def build(first_step: int) -> Step:
+        return build_step(job, plan, world, note=note, first_step=first_step)
+
+    resumed = saving.resume(build) if saving is not None else None
+    return resumed if resumed is not None else build(0)

@@ -1,29 +1,23 @@
-"""Saving and resuming: when a training writes its state, and from which it goes on."""
+"""Saving: when a training writes its state, which checkpoints stay, and what becomes of a save that fails."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shardwise.checkpoint import (
-    AsyncSaver,
-    CheckpointError,
-    CheckpointFolder,
-    Keep,
-    MismatchError,
-    check_storage,
-    load,
-    read_manifest,
-)
-from shardwise.checkpoint.dtypes import DTYPES
-from shardwise.errors import InputError
-from shardwise.train.state import UPDATE, check_same_job, make_room, restore_random, state_facts, state_tensors
+from shardwise.checkpoint import AsyncSaver, CheckpointError, CheckpointFolder, check_storage
+from shardwise.errors import InputError, nearest
+from shardwise.run.keep import Keep
+from shardwise.train.resuming import Resuming
+from shardwise.train.state import state_facts, state_tensors
 from shardwise.train.stop import StoppedError
+from shardwise.train.user_state import split_state
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint import Manifest
+    from collections.abc import Callable
+
     from shardwise.job import Job
     from shardwise.plan import Plan
     from shardwise.run import EventLog
@@ -38,8 +32,10 @@ class SavingSpec:
     folder: Path
     every: int = 0
     """Optimizer steps between saves; 0 saves only when the run is asked to stop."""
-    keep: int = 3
-    """Newest checkpoints that stay."""
+    keep: Keep = field(default_factory=lambda: Keep(last=3))
+    """Which stay. Where it wants the best by a metric, every evaluation is followed by a save."""
+    must_save: bool = False
+    """Whether a save that fails ends the training; else it is told, and training goes on with what was saved before."""
     resume: str = "auto"
     """"auto" goes on from the newest good checkpoint in `folder`, "never" from none, else the path of one."""
 
@@ -48,6 +44,14 @@ class Saving:
     """Saves in the background while training goes on; on every rank alike."""
 
     def __init__(self, spec: SavingSpec, job: Job, plan: Plan, world: World, events: EventLog) -> None:
+        metrics = {"loss", *job.metrics}
+        if spec.keep.metric and spec.keep.metric not in metrics:
+            raise InputError(
+                f"the checkpoint with the best {spec.keep.metric!r} is to stay, which the job does not measure",
+                fix=nearest(spec.keep.metric, metrics),
+            )
+        if job.state is not None:
+            split_state(job.state.state_dict())  # what no checkpoint can hold is refused now, not at the first save
         self.spec = spec
         self._job, self._plan, self._world, self._events = job, plan, world, events
         self._group = world.own_host_group() if world.size > 1 else None
@@ -55,67 +59,57 @@ class Saving:
         self._last_saved: int | None = None
         self._has_shared_storage = False
 
-    def resume_point(self) -> tuple[Path, Manifest] | None:
-        """Return the checkpoint to go on from, None for a fresh start; communicates over the world.
+    def resume(self, build: Callable[[int], Step]) -> Step | None:
+        """Return a step with the state of the checkpoint to go on from, None for a fresh start; on every rank.
 
-        Damaged ones are named and passed over; every byte of the one that is taken was checked.
+        `build` makes a step that begins at the given number. Communicates over the world.
         """
-        found: Path | InputError | None = None
-        if self._world.is_main and self.spec.resume != "never":
-            found = self._newest() if self.spec.resume == "auto" else _named(Path(self.spec.resume))
-        found = self._world.gather(found)[0]
-        if isinstance(found, InputError):
-            raise found
-        return None if found is None else (found, read_manifest(found))
-
-    def restore(self, step: Step, path: Path, manifest: Manifest) -> None:
-        """Put the state at `path` into a step that was built to begin at its step number; on every rank."""
-        check_same_job(manifest.facts, self._job, number=manifest.step, num_steps=step.length.num_steps)
-        forms = {name: (entry.shape, DTYPES[entry.dtype]) for name, entry in manifest.tensors.items()}
-        report = load(path, make_room(step, forms), group=self._group, strict=False)
-        compared = report.comparison
-        # Loss scaling comes and goes with the precision; everything else must be there, and nothing else.
-        off = [name for name in (*compared.missing, *compared.unexpected) if not name.startswith(UPDATE)]
-        if off or compared.differing:
-            raise MismatchError(
-                f"{path} is of another model or optimizer: {compared}", fix="resume the same job, or --resume never"
-            )
-        step.optimized.refresh()
-        same = restore_random(manifest.facts, self._plan, self._world, step)
-        words = "" if same else "; random masks begin anew, since the layout is another"
-        self._events.write("note", text=f"resumed from {path} at step {step.number}{words}")
-        self._last_saved = step.number
+        if self.spec.resume == "never":
+            return None
+        is_auto = self.spec.resume == "auto"
+        path = self.spec.folder if is_auto else Path(self.spec.resume)
+        step = Resuming(path, self._job, self._plan, self._world, self._note).run(build, self._group)
+        if step is None and not is_auto:
+            raise InputError(f"--resume {path} holds no checkpoint", fix="name a run directory or a checkpoint")
+        return step
 
     def is_due(self, number: int) -> bool:
         """Whether a checkpoint is due after so many steps."""
         return bool(self.spec.every) and number % self.spec.every == 0
 
-    def after(self, step: Step, metrics: dict[str, float], *, is_stopping: bool) -> None:
-        """Save if it is time; leave with a StoppedError if asked to stop. Called on every rank after every step."""
-        if is_stopping or self.is_due(step.number):
-            self.save(step, metrics)
+    def after(self, step: Step, evaluation: dict[str, float], *, is_stopping: bool) -> None:
+        """Save if it is time; leave with a StoppedError if asked to stop. Called on every rank after every step.
+
+        `evaluation` is that of this very step, empty if there was none.
+        """
+        if is_stopping or self.is_due(step.number) or (evaluation and self.spec.keep.best):
+            self.save(step, evaluation)
         if is_stopping:
             self.finish()
             words = "and not saved" if self._last_saved != step.number else f"saved at step {step.number}"
             raise StoppedError(f"asked to stop, {words}", fix="run it again to go on")
 
-    def save(self, step: Step, metrics: dict[str, float]) -> None:
-        """Begin to save this moment's state; a failure is told and training goes on with what was saved before."""
+    def save(self, step: Step, evaluation: dict[str, float]) -> None:
+        """Begin to save this moment's state; raises a failure of the save before if told to, else says so."""
         if step.number == self._last_saved:
             return
-        facts = state_facts(self._job, self._plan, self._world, step) | {"metrics": metrics}
+        facts = state_facts(self._job, self._plan, self._world, step) | {"metrics": evaluation}
+        tensors = state_tensors(step)
+        if self._job.state is not None:
+            facts["user"], own = split_state(self._job.state.state_dict())
+            tensors |= own
         try:
             if not self._has_shared_storage:
                 check_storage(self.spec.folder, group=self._group)
                 self._has_shared_storage = True
-            stall = self._saver.save(self.spec.folder, step.number, state_tensors(step), facts)
+            stall = self._saver.save(self.spec.folder, step.number, tensors, facts)
         except CheckpointError as error:
-            self._events.write("note", text=f"not saved: {error}")
+            self._tell_failure(error)
             return
         self._last_saved = step.number
         self._events.write("save", step=step.number, stall_s=stall.stall_s, bytes=stall.bytes_here)
         if self._world.is_main and stall.previous is not None:
-            CheckpointFolder(self.spec.folder).prune(Keep(last=self.spec.keep))
+            CheckpointFolder(self.spec.folder).prune(self.spec.keep)
 
     def finish(self) -> None:
         """Wait until the last save is durable; called on every rank."""
@@ -124,25 +118,15 @@ class Saving:
             self._saver.close()
         except CheckpointError as error:
             self._last_saved = None
-            self._events.write("note", text=f"not saved: {error}")
+            self._tell_failure(error)
         if self._world.is_main:
-            CheckpointFolder(self.spec.folder).prune(Keep(last=self.spec.keep))
+            CheckpointFolder(self.spec.folder).prune(self.spec.keep)
         self._events.write("saved", waited_s=time.perf_counter() - began)
 
-    def _newest(self) -> Path | None:
-        entry, damages = CheckpointFolder(self.spec.folder).newest_good(deep=True)
-        for damage in damages:
-            self._events.write("note", text=f"passed over: {damage}")
-        return entry.path if entry is not None else None
+    def _tell_failure(self, error: CheckpointError) -> None:
+        if self.spec.must_save:
+            raise error
+        self._note(f"not saved: {error}")
 
-
-def _named(path: Path) -> Path | InputError:
-    """Return the checkpoint a user named: itself, or the newest good one in a folder of them or of a run."""
-    if (path / "manifest.json").exists():
-        return path
-    for folder in (path, path / "checkpoints"):
-        entry: Any = CheckpointFolder(folder).newest_good(deep=True)[0]
-        if entry is not None:
-            found: Path = entry.path
-            return found
-    return InputError(f"--resume {path} holds no good checkpoint", fix="name a run directory or a checkpoint")
+    def _note(self, text: str) -> None:
+        self._events.write("note", text=text)

@@ -9,6 +9,7 @@ import torch
 
 from shardwise.parallel.gather import full_state_dict
 from shardwise.run import EventLog
+from shardwise.run.keep import parse_keep
 from shardwise.run.progress import ProgressView
 from shardwise.run.report import write_report
 from shardwise.run.timeline import Timeline
@@ -31,22 +32,26 @@ def train(
     show_progress: bool = True,
     timeline: Timeline | None = None,
     save_every: int = 0,
-    keep: int = 3,
+    keep: int | str = 3,
+    must_save: bool = False,
     resume: str = "auto",
 ) -> TrainReport:
     """Train `job` under `plan` in a world that is already there; called on every rank, starts no processes.
 
     With `run`, events, checkpoints, the trained weights and a report are written there; rank 0 shows progress unless
-    told not to. `save_every` counts optimizer steps (0: only when asked to stop), the newest `keep` checkpoints stay;
+    told not to. `save_every` counts optimizer steps (0: only when asked to stop); `keep` is how many checkpoints stay,
+    or rules such as "3,2d,max:accuracy"; with `must_save` a save that fails ends the training, else it is told;
     `resume` is "auto" (the newest good one of this run), "never", or the path of a checkpoint or another run.
     """
     timeline = timeline or Timeline(time.time())
     view = ProgressView.on_stderr() if show_progress and world.is_main else None
     events = EventLog(run.events(world.rank) if run else None, view.show if view else None)
     try:
-        saving = (
-            SavingSpec(folder=run.checkpoints, every=save_every, keep=keep, resume=resume) if run is not None else None
-        )
+        saving = None
+        if run is not None:
+            saving = SavingSpec(
+                folder=run.checkpoints, every=save_every, keep=parse_keep(str(keep)), must_save=must_save, resume=resume
+            )
         report, step = run_loop(job, plan, world, events, timeline, saving_spec=saving)
         weights = full_state_dict(step.model) if run is not None else {}
         if run is not None and world.is_main:
