@@ -31,24 +31,16 @@ from torch.nn.functional import cross_entropy
 
 import shardwise as sw
 from figures import figure
-from shardwise.models import DecoderConfig
+from shapes import LLAMA_1B
 from shardwise.plan import Plan, Precision
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SHAPE = DecoderConfig(
-    family="llama",
-    width=2048,
-    num_layers=24,
-    num_heads=32,
-    num_kv_heads=4,
-    mlp_width=5632,
-    vocab_size=32_000,
-    context=2048,
-)
+    from shardwise.models import DecoderConfig
+
 TINY = dataclasses.replace(
-    SHAPE, width=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_width=64, vocab_size=100, context=16
+    LLAMA_1B, width=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_width=64, vocab_size=100, context=16
 )
 RATE = 1e-4
 
@@ -203,7 +195,7 @@ def main() -> None:
         return
     random.seed(0)
     torch.set_float32_matmul_precision("high")
-    config, rows = (SHAPE, 8) if on_gpu else (TINY, 2)
+    config, rows = (LLAMA_1B, 8) if on_gpu else (TINY, 2)
     rounds = 2 if options.quick else options.rounds
     size = 4
     with sw.world() as world:

@@ -22,27 +22,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import multiprocessing
+from typing import TYPE_CHECKING
 
 import torch
 
 import shardwise as sw
 from figures import figure
-from shardwise.models import DecoderConfig
+from shapes import LLAMA_1B
 from shardwise.plan import Plan, Precision
 from shardwise.testing import fake_world
 
-SHAPE = DecoderConfig(
-    family="llama",
-    width=2048,
-    num_layers=24,
-    num_heads=32,
-    num_kv_heads=4,
-    mlp_width=5632,
-    vocab_size=32_000,
-    context=2048,
-)
+if TYPE_CHECKING:
+    from shardwise.models import DecoderConfig
+
 LARGE = dataclasses.replace(
-    SHAPE, width=6656, num_layers=60, num_heads=52, num_kv_heads=52, mlp_width=17_920, vocab_size=32_000
+    LLAMA_1B, width=6656, num_layers=60, num_heads=52, num_kv_heads=52, mlp_width=17_920, vocab_size=32_000
 )
 NAMES = ("ddp", "zero1", "zero2", "zero3")
 
@@ -126,7 +120,7 @@ def main() -> None:
     )
     print(f"{'strategy':10} {'measured GB':>12} {'promised GB':>12} {'gap':>7}")
     for name in NAMES:
-        found = in_process(name, SHAPE, length=64, ranks=ranks, precision=Precision(), device="cuda")
+        found = in_process(name, LLAMA_1B, length=64, ranks=ranks, precision=Precision(), device="cuda")
         theory = promised(name, found, ranks)
         gap = abs(found["peak"] / theory - 1) * 100
         print(f"{name:10} {found['peak'] / 1e9:12.2f} {theory / 1e9:12.2f} {gap:6.1f}%")

@@ -4,86 +4,33 @@ import importlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 import torch
 
 import shardwise as sw
+from journeys.gallery import EXAMPLES, ROOT, Chapter, losses
 from shardwise.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
 
-ROOT = Path(__file__).parents[2]
-CHAPTER = ROOT / "examples" / "02-fsdp"
-QUOTE = re.compile(r"<!-- quote: (\S+) (\S+) -->\n```python\n(.*?)```\n<!-- end quote -->", re.DOTALL)
-
-
-def commands(*parts: str) -> list[str]:
-    """Return the commands of the README's bash blocks that have all `parts`, in order."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", (CHAPTER / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    return [line for block in blocks for line in block.splitlines() if all(part in line for part in parts)]
-
-
-def run(line: str, folder: Path, seconds: float = 90) -> str:
-    """Run a command as a reader of the README would, and return what it printed; leave no process behind."""
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(CHAPTER)]),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    line = re.sub(r"(?<= )(\w+\.py)", rf"{CHAPTER}/\1", line)  # from a folder of its own: runs/ is written there
-    process = subprocess.Popen(
-        ["bash", "-c", line],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait(20)
-    assert process.returncode == 0, output
-    return output
+CHAPTER = Chapter(EXAMPLES / "02-fsdp")
 
 
 @pytest.fixture
 def script(monkeypatch):
     """Import a script of the chapter."""
-    monkeypatch.syspath_prepend(CHAPTER)
+    monkeypatch.syspath_prepend(CHAPTER.folder)
     return importlib.import_module
-
-
-def test_quoted_code_is_the_files_own_text():
-    quotes = QUOTE.findall((CHAPTER / "README.md").read_text())
-    assert quotes
-    for path, marker, shown in quotes:
-        [block] = re.findall(
-            rf"^ *# <{marker}>\n(.*?)^ *# </{marker}>", (ROOT / path).read_text(), re.DOTALL | re.MULTILINE
-        )
-        assert textwrap.dedent(block) == shown
-
-
-def losses(output: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
 
 
 @pytest.mark.prove
 def test_fsdp_basics_has_the_same_losses_on_any_mesh(tmp_path):
-    lines = commands("fsdp_basics.py")
+    lines = CHAPTER.commands("fsdp_basics.py")
     assert len(lines) == 3
-    one, low, hybrid = (losses(run(f"{line} --steps 10 --report 5", tmp_path)) for line in lines)
+    one, low, hybrid = (losses(CHAPTER.run(f"{line} --steps 10 --report 5", tmp_path)) for line in lines)
     assert one == pytest.approx(hybrid, abs=2e-4)
     assert one == pytest.approx(low, abs=2e-2)
     assert one[-1] < one[0] - 1
@@ -91,42 +38,58 @@ def test_fsdp_basics_has_the_same_losses_on_any_mesh(tmp_path):
 
 
 @pytest.mark.slow
-def test_fsdp_transformer_trains_in_a_loop_of_ones_own_and_as_a_job(tmp_path):
-    full, low = (
-        losses(run(f"{line} --steps 4", tmp_path)) for line in commands("fsdp_transformer.py", "--plan", "per")
-    )
+def test_fsdp_transformer_trains_in_a_loop_of_ones_own(tmp_path, launched):
+    lines = launched(CHAPTER.commands("fsdp_transformer.py", "--plan", "per"))
+    full, low = (losses(CHAPTER.run(f"{line} --steps 4", tmp_path)) for line in lines)
     assert full == pytest.approx(low, abs=2e-2)
-    [line] = commands("shardwise train")
-    output = run(f"{line} --set steps=4", tmp_path)
+
+
+@pytest.mark.slow
+def test_fsdp_transformer_trains_as_a_job(tmp_path):
+    [line] = CHAPTER.commands("shardwise train")
+    output = CHAPTER.run(f"{line} --set steps=4", tmp_path)
     assert "recompute      full" in output
     assert losses(output)[-1] < losses(output)[0]
 
 
 @pytest.mark.slow
-def test_fsdp_checkpoint_goes_on_with_another_number_of_processes(tmp_path):
-    save, resume, *others = (run(line, tmp_path) for line in commands("fsdp_checkpoint.py"))
-    assert "resumed from runs/fsdp_checkpoint/step-000010 on 1 processes" in resume
-    assert [losses(output) for output in others] == [losses(save)] * 2
+def test_fsdp_checkpoint_goes_on_with_another_number_of_processes(tmp_path, launched):
+    lines = launched(line for line in CHAPTER.commands("fsdp_checkpoint.py") if "--measure" not in line)
+    save, resume, asynchronous, full, own, own_resumed = (CHAPTER.run(line, tmp_path) for line in lines)
+    assert "resumed from runs/fsdp_checkpoint/step-00000010 on 1 processes" in resume
+    assert "resumed from runs/shardwise/step-00000010 on 1 processes" in own_resumed
+    assert [losses(output) for output in (asynchronous, full, own)] == [losses(save)] * 3
+    assert losses(resume) == losses(own_resumed)
     assert losses(resume)[-1] < losses(save)[0]
 
 
-@pytest.mark.parametrize("strategy", ["sharded", "async", "whole"])
+@pytest.mark.slow
+def test_the_table_of_ways_to_save_has_the_rows_of_a_fresh_run(tmp_path, launched):
+    [line] = launched(CHAPTER.commands("fsdp_checkpoint.py", "--measure"))
+    row = re.compile(r"^\| (\w+) \| \d+\.\d\d \| \d+\.\d\d \| \d+\.\d\d \| \d+\.\d\d \|$", re.MULTILINE)
+    measured = row.findall(CHAPTER.run(line, tmp_path))
+    assert measured == ["full", "sharded", "async", "shardwise"]
+    assert row.findall(CHAPTER.readme) == measured
+    assert list((tmp_path / "runs" / "fsdp_checkpoint").iterdir()) == []
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "async", "full", "shardwise"])
 def test_a_resumed_training_has_the_losses_of_an_uninterrupted_one(strategy, script, tmp_path):
-    checkpoint = script("fsdp_checkpoint")
+    chapter = script("fsdp_checkpoint")
 
     def body(world, steps, resumed):
-        model = checkpoint.sharded_model(checkpoint.make_mesh(world.device))
+        checkpoints = chapter.Checkpoints()
+        model = chapter.sharded_model(chapter.make_mesh(world.device))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
-        first = checkpoint.resume(model, optimizer, tmp_path) if resumed else 0
-        text = checkpoint.load_text(10_000)
+        first = checkpoints.resume(model, optimizer, tmp_path) if resumed else 0
+        text = chapter.load_text(10_000)
         found = [
-            checkpoint.train_step(model, optimizer, checkpoint.global_batch(text, step, 24), accumulate=1)
+            chapter.train_step(model, optimizer, chapter.global_batch(text, step, 24), accumulate=1)
             for step in range(first, steps)
         ]
         if not resumed:
-            writers = torch.distributed.new_group(backend="gloo")
-            saving = checkpoint.save(model, optimizer, tmp_path / f"step-{steps:06d}", strategy, writers)
-            checkpoint.finish(saving)
+            checkpoints.save(model, optimizer, tmp_path / f"step-{steps:08d}", strategy)()
+        checkpoints.close()
         return found
 
     whole = run_ranks(body, 2, 5, False)[0]
@@ -150,7 +113,7 @@ def test_sharded_weights_are_those_of_a_plain_module(script):
 
 def test_fsdp_basics_without_a_launcher_says_what_to_type(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    line = [sys.executable, str(CHAPTER / "fsdp_basics.py")]
+    line = [sys.executable, str(CHAPTER.folder / "fsdp_basics.py")]
     done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "start it by torchrun --nproc_per_node=2 fsdp_basics.py"
@@ -162,10 +125,10 @@ def table(text: str) -> dict[str, list[float]]:
 
 
 @pytest.mark.slow
-def test_the_table_of_strategies_is_what_a_fresh_run_measures(tmp_path):
-    [line] = commands("measure_strategies.py")
-    measured = table(run(line, tmp_path))
-    shown = table((CHAPTER / "sharding_strategies.md").read_text())
+def test_the_table_of_strategies_is_what_a_fresh_run_measures(tmp_path, launched):
+    [line] = launched(CHAPTER.commands("measure_strategies.py"))
+    measured = table(CHAPTER.run(line, tmp_path))
+    shown = table((CHAPTER.folder / "sharding_strategies.md").read_text())
     assert measured.keys() == shown.keys()
     assert len(shown) == 5
     for name, numbers in shown.items():
@@ -174,5 +137,5 @@ def test_the_table_of_strategies_is_what_a_fresh_run_measures(tmp_path):
 
 
 def test_every_command_of_the_readme_is_run_here():
-    scripts = {word for line in commands() for word in line.split() if word.endswith(".py")}
+    scripts = {word for line in CHAPTER.commands() for word in line.split() if word.endswith(".py")}
     assert scripts == {"fsdp_basics.py", "fsdp_transformer.py", "fsdp_checkpoint.py", "measure_strategies.py"}

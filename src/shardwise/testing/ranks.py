@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.launch import run_forked
-from shardwise.world import world
+from shardwise.world import local_world
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,15 +26,7 @@ def run_ranks(fn: Callable[..., Any], nproc: int, *args: Any, timeout_s: float =
         store = Path(folder) / "store"
 
         def body(rank: int) -> Any:
-            with world(
-                backend="gloo",
-                init_method=f"file://{store}",
-                rank=rank,
-                world_size=nproc,
-                local_rank=rank,
-                device="cpu",
-                timeout_s=timeout_s,
-            ) as me:
+            with local_world(store, rank, nproc, timeout_s=timeout_s) as me:
                 return fn(me, *args, **kwargs)
 
         return run_forked(body, nproc, timeout_s=timeout_s)

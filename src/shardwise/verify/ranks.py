@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from shardwise.launch import run_forked
-from shardwise.world import world
+from shardwise.world import local_world
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -48,15 +48,7 @@ def on_ranks(fn: Callable[[World], T], nproc: int, *, timeout_s: float) -> list[
 
         def body(rank: int) -> T:
             _write_to(folder / f"{rank}.log")
-            with world(
-                backend="gloo",
-                init_method=f"file://{folder / 'store'}",
-                rank=rank,
-                world_size=nproc,
-                local_rank=rank,
-                device="cpu",
-                timeout_s=timeout_s,
-            ) as here:
+            with local_world(folder / "store", rank, nproc, timeout_s=timeout_s) as here:
                 return fn(here)
 
         try:

@@ -6,10 +6,11 @@ from types import ModuleType
 from typing import Any
 
 from shardwise.world.fake import fake_world
+from shardwise.world.local import local_world
 from shardwise.world.start import world
 from shardwise.world.world import World
 
-__all__ = ["World", "fake_world", "world"]
+__all__ = ["World", "fake_world", "local_world", "world"]
 
 
 class _Room(ModuleType):
