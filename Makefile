@@ -7,15 +7,15 @@ DEV := $(VENV)/.dev-ready
 BENCH := .venv-bench/.ready
 PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test prove test-gpu lint data bench clean
+.PHONY: demo test prove test-gpu lint data beds bench clean
 
 demo: $(RUN)  ## train a ResNet on scanned digits, on two processes
 	$(BIN)/shardwise train examples/digits.py --nproc 2
 
 test: $(DEV) lint  ## every gate and every quick test
-	$(BIN)/python -m pytest -m "not gpu and not prove"
+	$(BIN)/python -m pytest -m "not gpu and not prove" --numprocesses auto --maxprocesses 4 --dist worksteal
 
-prove: $(DEV)  ## the long proofs, whole
+prove: $(DEV) beds  ## the long proofs, whole
 	$(BIN)/python -m pytest -m prove --timeout 3600
 
 test-gpu: $(DEV)  ## tests that need a CUDA device
@@ -30,12 +30,19 @@ lint: $(DEV)  ## style, types and one-way imports
 data:  ## real MNIST and Fashion-MNIST into data/
 	$(PYTHON) scripts/fetch_data.py
 
+beds:  ## what tests of many machines need; without it they skip, and say so
+	command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ] && apt-get install -qq -y --no-install-recommends \
+		slurmctld slurmd slurm-client openmpi-bin openssh-server iproute2 iptables > /dev/null || true
+
 bench: $(BENCH)  ## side-by-side runs against peers, each in its own environment
 	.venv-bench/bin/python benchmarks/overhead.py
 	.venv-bench/bin/python benchmarks/launch.py
 	.venv-bench/bin/python benchmarks/checkpoint.py
 	.venv-bench/bin/python benchmarks/strategies_memory.py
 	.venv-bench/bin/python benchmarks/step.py
+	.venv-bench/bin/python benchmarks/plan_memory.py
+	.venv-bench/bin/python benchmarks/plan_time.py
+	.venv-bench/bin/python benchmarks/plan_published.py
 
 clean:  ## forget the environments
 	rm -rf $(VENV) .venv-bench

@@ -255,8 +255,8 @@ def main() -> None:
         errors.append(error)
         rows.append(dataclasses.asdict(one) | {"predicted": said, "measured": found})
         print(
-            f"{words(one)} measured {found['peak'] / GIB:8.3f} predicted {said['peak'] / GIB:8.3f} GiB ({error:+5.1f} %)"
-            f"  {peers(one, found.get('numel', 0))}",
+            f"{words(one)} measured {found['peak'] / GIB:8.3f} predicted {said['peak'] / GIB:8.3f} GiB"
+            f" ({error:+5.1f} %)  {peers(one, found.get('numel', 0))}",
             flush=True,
         )
     if options.save:

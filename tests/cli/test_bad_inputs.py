@@ -72,6 +72,9 @@ QUICK = {
     "run directory in use": (["job.py", "--run-dir", "used"], "not empty"),
     "zero processes": (["job.py", "--nproc", "0"], "nproc"),
     "unknown option": (["job.py", "--nprocs", "2"], "--nproc"),
+    "rule that keeps nothing": (["job.py", "--keep", "0"], "a count (3)"),
+    "rule without a unit": (["job.py", "--keep", "3,1.5"], "'1.5', which is no rule"),
+    "two counts": (["job.py", "--keep", "3,4"], "says count twice"),
     "no GPU": (["job.py", "--device", "cuda"], "no NVIDIA GPU"),
 }
 
@@ -127,6 +130,7 @@ IN_THE_RANKS = {
     "no training data": (["job.py:no_train"], "no dataset for split 'train'"),
     "model that is no module": (["job.py:no_module"], "torch.nn.Module"),
     "weights that are not there": (["job.py:no_weights"], "missing.pt"),
+    "metric that is not measured": (["job.py", "--keep", "max:accuracy"], "'accuracy' is to stay"),
     "nothing to train": (["job.py:frozen"], "no trainable parameter"),
     "unknown backend": (["job.py", "--backend", "glooo"], "'gloo'"),
     "backend this torch lacks": (["job.py", "--backend", "mpi"], r"shardwise[mpi]"),
@@ -168,7 +172,8 @@ def test_refused_by_the_ranks_before_the_first_step(folder, capfd, arguments, wo
 
 
 @pytest.mark.parametrize(
-    ("arguments", "word"), [(["trian"], "'train'"), (["plan", "job.py"], "not built yet"), (["--verbose"], "--verbose")]
+    ("arguments", "word"),
+    [(["trian"], "'train'"), (["doctor", "job.py"], "not built yet"), (["--verbose"], "--verbose")],
 )
 def test_refused_by_the_command_line(folder, capfd, arguments, word):
     check(folder, capfd, arguments, word)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from journeys.processes import wait_for, working_in
+
 LAUNCH = [sys.executable, "-m", "shardwise", "launch"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
@@ -65,34 +67,13 @@ def launch(folder, *arguments, **environ):
     return run(folder, [*LAUNCH, *arguments], **environ)
 
 
-def processes_of(folder):
-    """Every process that works in `folder`: ranks, store, fork parent and launcher alike."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                if (entry / "cwd").readlink() == folder and "Z" not in (entry / "stat").read_text().split()[2]:
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-    return found
-
-
-def wait_for(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
-    return found
-
-
 def test_script_runs_as_under_torchrun(folder):
     ours = launch(folder, "--nproc_per_node=2", "script.py", "--lr", "1")
     theirs = run(folder, [*TORCHRUN, "--standalone", "--nproc_per_node=2", "script.py", "--lr", "1"])
     assert ours.returncode == theirs.returncode == 0, ours.stderr
     assert sorted(ours.stdout.splitlines()) == sorted(theirs.stdout.splitlines())
     assert "atexit 1" in ours.stdout
-    assert not processes_of(folder)
+    assert not working_in(folder)
 
 
 def test_variables_are_torchruns(folder):
@@ -144,26 +125,26 @@ def test_module_spawned_workers_and_pickles_find_their_way_back(folder):
 def test_ranks_under_a_profiler_are_fresh_processes_and_that_is_said(folder, warm):
     (folder / "fresh.py").write_text("import sys; print('torch' in sys.modules)")
     done = launch(folder, *warm, "fresh.py", NSYS_PROFILING_SESSION_ID="1")
-    assert done.stdout == "False\n"
+    assert done.stdout == "False\n", done.stderr
     assert "a profiler is here (NSYS_PROFILING_SESSION_ID)" in done.stderr
 
 
 def test_program_that_is_not_python(folder):
     done = launch(folder, "--nproc", "2", "--no-python", "sh", "-c", "echo rank $RANK of $WORLD_SIZE")
-    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"], done.stderr
 
 
 def test_restart_after_kill_and_then_success(folder):
     done = launch(folder, "--nproc", "2", "--max-restarts", "3", "script.py", "kill", "2")
     assert done.returncode == 0, done.stderr
     assert "rank 1 failed; restart 2 of 3" in done.stderr
-    assert not processes_of(folder)
+    assert not working_in(folder)
 
 
 def test_fresh_processes_meet_and_restart_too(folder):
     done = launch(folder, "--nproc", "2", "--start-method", "spawn", "--max-restarts", "1", "script.py", "kill", "1")
     assert done.returncode == 0, done.stderr
-    assert not processes_of(folder)
+    assert not working_in(folder)
 
 
 @pytest.mark.parametrize(
@@ -178,15 +159,21 @@ def test_report_ends_with_the_root_cause(folder, how, last):
     done = launch(folder, "--nproc", "2", "script.py", how, "9")
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-2].startswith(last), done.stderr
-    assert not processes_of(folder)
+    assert not working_in(folder)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.parametrize(
-    ("numbers", "code"),
-    [([signal.SIGINT], 130), ([signal.SIGTERM], 130), ([signal.SIGHUP], 130), ([signal.SIGKILL], -9)],
+    ("method", "number", "code"),  # every signal and method: test_launch_proofs, in `make prove`
+    [
+        ("fork", signal.SIGINT, 130),
+        ("fork", signal.SIGTERM, 130),
+        ("fork", signal.SIGHUP, 130),
+        ("fork", signal.SIGKILL, -9),
+        ("spawn", signal.SIGTERM, 130),
+        ("spawn", signal.SIGKILL, -9),
+    ],
 )
-def test_nothing_outlives_the_launcher(folder, method, numbers, code):
+def test_nothing_outlives_the_launcher(folder, method, number, code):
     output = folder / "out"
     with output.open("w") as file:
         launcher = subprocess.Popen(
@@ -196,10 +183,9 @@ def test_nothing_outlives_the_launcher(folder, method, numbers, code):
             stderr=file,
         )
     wait_for(lambda: output.read_text().count("sum") == 2, seconds=60)
-    for number in numbers:
-        launcher.send_signal(number)
+    launcher.send_signal(number)
     assert launcher.wait(20) == code
-    wait_for(lambda: not processes_of(folder), seconds=10)
+    wait_for(lambda: not working_in(folder), seconds=10)
 
 
 def test_ranks_that_ignore_sigterm_are_killed_by_a_second_ctrl_c(folder):
@@ -214,7 +200,7 @@ def test_ranks_that_ignore_sigterm_are_killed_by_a_second_ctrl_c(folder):
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(10) == 130
-    assert not processes_of(folder)
+    assert not working_in(folder)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -240,7 +226,7 @@ def test_only_loopback_listens(folder):
         wait_for(lambda: output.read_text().count("sum") == 2, seconds=60)
         inodes = {
             str(entry.readlink())[8:-1]
-            for pid in processes_of(folder)
+            for pid in working_in(folder)
             for entry in Path(f"/proc/{pid}/fd").iterdir()
             if str(entry.readlink()).startswith("socket:")
         }
@@ -257,7 +243,7 @@ def test_only_loopback_listens(folder):
 
 def test_output_goes_where_it_is_sent(folder):
     done = launch(folder, "--nproc", "2", "--tee", "3", "--log-dir", "logs", "script.py")
-    assert "[rank1]: sum 1 2" in done.stdout
+    assert "[rank1]: sum 1 2" in done.stdout, done.stderr
     assert "sum 1 2" in (folder / "logs" / "logs" / "rank1.out").read_text()
     quiet = launch(folder, "--nproc", "2", "--redirects", "3", "script.py")
     assert quiet.stdout == ""
@@ -268,7 +254,7 @@ def test_output_goes_where_it_is_sent(folder):
 
 def test_options_may_come_from_torchruns_variables(folder):
     done = launch(folder, "script.py", PET_NPROC_PER_NODE="2")
-    assert done.stdout.count("sum") == 2
+    assert done.stdout.count("sum") == 2, done.stderr
 
 
 def test_dry_run_prints_and_starts_nothing(folder):
@@ -283,7 +269,7 @@ BAD = {
     "no such module": (["-m", "no_such_module"], "no_such_module"),
     "no such program": (["--no-python", "no-such-program"], "not on the path"),
     "node rank beyond nnodes": (["--node_rank", "1", "script.py"], "--node-rank 1"),
-    "several machines": (["--nnodes", "2", "script.py"], "not built yet"),
+    "several machines that meet nowhere": (["--nnodes", "2", "script.py"], "nothing says where they meet"),
     "nproc that is no number": (["--nproc_per_node", "many", "script.py"], "many"),
     "no GPU to count": (["--nproc_per_node", "gpu", "script.py"], "no NVIDIA GPU"),
     "contradictory flags": (["-m", "--no-python", "script.py"], "contradict"),
@@ -311,7 +297,7 @@ def test_port_that_is_taken_is_refused(folder):
         done = launch(folder, "--master_port", str(taken.getsockname()[1]), "script.py")
     assert done.returncode == 2
     assert "is taken" in done.stderr.strip().splitlines()[-1]
-    assert not processes_of(folder)
+    assert not working_in(folder)
 
 
 MEMORY = Path("/sys/fs/cgroup/memory")

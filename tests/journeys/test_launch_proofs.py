@@ -22,6 +22,8 @@ from textwrap import shorten
 
 import pytest
 
+from journeys.processes import alive, state_and_parent, wait_for
+
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = [sys.executable, "-m", "shardwise", "launch"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -90,7 +92,7 @@ class Job:
             with contextlib.suppress(OSError):
                 if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes():
                     found.append(int(entry.name))
-        return [pid for pid in found if pid != self.server and state_and_parent(pid)[0] not in "ZX"]
+        return [pid for pid in found if pid != self.server and alive(pid)]
 
     def listening(self):
         """Return inode -> (address, port, pid) of every socket on which a process of the job listens."""
@@ -114,14 +116,6 @@ class Job:
         """Temporary files: in the job's TMPDIR, and sockets and half-written files where it works."""
         half = [p for p in self.folder.rglob("*") if p.suffix == ".tmp" or stat.S_ISSOCK(p.lstat().st_mode)]
         return [path for path in [*(self.folder / "tmp").iterdir(), *half] if path not in self.there]
-
-
-def state_and_parent(pid):
-    try:
-        state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "X", 0
-    return state, int(parent)
 
 
 def sockets_of(pid):
@@ -151,14 +145,6 @@ def shared_memory():
             with contextlib.suppress(OSError):
                 maps += (entry / "maps").read_text()
     return {name for name in names if f"/dev/shm/{name}" not in maps}
-
-
-def wait_for(condition, seconds, what):
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.05)
-    return found
 
 
 @contextlib.contextmanager
@@ -328,7 +314,7 @@ def suffer(folder, name, method):
         end = time.monotonic()
         names = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in job.processes()]
         code = job.launcher.poll()
-        assert job.server is None or state_and_parent(job.server)[0] not in "ZX"
+        assert job.server is None or alive(job.server)
         return Row(code, last_line(job.output()), tuple(map(len, found)), end - start), names
 
 

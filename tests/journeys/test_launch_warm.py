@@ -11,10 +11,11 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from journeys.processes import wait_for, working_in
 
 LAUNCH = [sys.executable, "-m", "shardwise", "launch"]
 
@@ -80,24 +81,6 @@ def server_of(runtime):
 
 def stop(runtime):
     return launch(runtime, runtime, "--warm-server", "stop")
-
-
-def wait_for(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
-    return found
-
-
-def working_in(folder):
-    """Living processes whose folder this is: launcher, fork parent, ranks, and what ranks started."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and (entry / "cwd").readlink() == folder:
-                found += [int(entry.name)] if "Z" not in (entry / "stat").read_text().rpartition(")")[2][:3] else []
-    return [pid for pid in found if pid != os.getpid()]
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ def answered(capfd, *arguments):
 MATRIX = {
     "ResNet-50, 8 GPUs: ddp": (["resnet-50", "--cluster", "8xA100-80GB"], {"ddp"}),
     "GPT-2 1.5B, 4 GPUs of 24 GB: sharded": (["gpt2-xl", "--cluster", "4xA10"], {"zero1", "zero2", "zero3"}),
-    "GPT-2 1.5B, 4 GPUs of 80 GB: simpler than fsdp": (["gpt2-xl", "--cluster", "4xH100"], {"ddp", "zero1"}),
+    "GPT-2 1.5B, 4 GPUs of 80 GB: simpler than fsdp": (["gpt2-xl", "--cluster", "4xH100"], {"ddp", "zero1", "zero2"}),
     "LLaMA-7B, 8 GPUs of 40 GB: zero3": (["llama-7b", "--cluster", "8xA100-40GB"], {"zero3"}),
     "LLaMA-7B, 8 GPUs of 80 GB: zero3": (["llama-7b", "--cluster", "8xH100"], {"zero2", "zero3"}),
     "LLaMA-70B, 64 GPUs: sharded or 3D": (["llama-70b", "--cluster", "64xH100"], {"zero3", "hsdp", "3d"}),

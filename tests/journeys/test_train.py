@@ -1,17 +1,16 @@
 """`shardwise train` from end to end, as a user meets it: success, failure, interruption, other launchers."""
 
-import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
+
+from journeys.processes import alive, wait_for
 
 JOB = """
 import os, signal, time, torch
@@ -46,21 +45,6 @@ def run(folder, command):
         timeout=100,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-
-
-def alive(pid):
-    """Whether a process runs; a zombie that nobody reaped yet does not."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
-def wait_for(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
-    return found
 
 
 def started_ranks(folder):
@@ -127,7 +111,7 @@ def test_no_rank_outlives_its_launcher(tmp_path, number, code):
     write_job(tmp_path, epochs=100_000)
     launcher = subprocess.Popen([*TRAIN, "--nproc", "2"], cwd=tmp_path, stderr=subprocess.DEVNULL)
     try:
-        pids = wait_for(lambda: started_ranks(tmp_path))
+        pids = wait_for(lambda: started_ranks(tmp_path), seconds=60)
         launcher.send_signal(number)
         assert launcher.wait(30) == code
         wait_for(lambda: not any(map(alive, pids)), seconds=20)

@@ -1,7 +1,17 @@
 import pytest
 
 from shardwise.errors import LaunchError
-from shardwise.launch.options import Shown, check_one_node, read_nodes, read_nproc, read_port, read_streams, shown
+from shardwise.launch.options import (
+    Shown,
+    check_nodes,
+    read_endpoint,
+    read_nodes,
+    read_nproc,
+    read_port,
+    read_rdzv_conf,
+    read_streams,
+    shown,
+)
 
 
 @pytest.mark.parametrize(
@@ -29,11 +39,45 @@ def test_nodes_are_a_number_or_a_range():
 
 @pytest.mark.parametrize(
     ("nodes", "rank", "backend", "word"),
-    [((1, 1), 1, "c10d", "0 to 0"), ((2, 2), 0, "c10d", "not built yet"), ((1, 1), 0, "etcd", "static or c10d")],
+    [((1, 1), 1, "c10d", "0 to 0"), ((2, 3), 3, "c10d", "0 to 2"), ((1, 1), 0, "etcd", "static or c10d")],
 )
-def test_several_machines_and_contradictions_are_refused(nodes, rank, backend, word):
+def test_node_options_that_contradict_each_other_are_refused(nodes, rank, backend, word):
     with pytest.raises(LaunchError, match=word):
-        check_one_node(nodes, rank, backend)
+        check_nodes(nodes, rank, backend)
+
+
+def endpoint(backend="static", rdzv="", addr=None, port=None):
+    return read_endpoint(rdzv_backend=backend, rdzv_endpoint=rdzv, master_addr=addr, master_port=port)
+
+
+def test_nodes_meet_where_either_option_says():
+    assert endpoint(addr="10.0.0.1", port=1234) == ("10.0.0.1", 1234)
+    assert endpoint(addr="a") == ("a", 29500)
+    assert endpoint("c10d", "a:29400") == ("a", 29400)
+    assert endpoint("c10d", "a") == ("a", 29400)
+    assert endpoint("c10d", "[fd00::1]:5") == ("fd00::1", 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ({}, "nothing says where"),
+        ({"rdzv": "a:b:c"}, "HOST:PORT"),
+        ({"rdzv": "a:1", "addr": "b"}, "leave one"),
+        ({"rdzv": "a:1", "port": 2}, "leave one"),
+        ({"rdzv": "a:99999"}, "not a port"),
+    ],
+)
+def test_endpoint_that_cannot_be_is_refused(arguments, word):
+    with pytest.raises(LaunchError, match=word):
+        endpoint(**arguments)
+
+
+def test_waits_come_from_torchruns_configuration():
+    assert read_rdzv_conf("join_timeout=60,last_call_timeout=3,read_timeout=9") == {"join_s": 60.0, "last_call_s": 3.0}
+    for text in ("join_timeout", "join_timeout=soon"):
+        with pytest.raises(LaunchError, match="KEY=VALUE"):
+            read_rdzv_conf(text)
 
 
 def test_port_comes_from_either_option():

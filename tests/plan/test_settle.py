@@ -30,7 +30,7 @@ def sharded(world_size):
 def test_auto_on_a_cpu_is_ddp_without_a_search_and_says_so():
     plan = settled(choose=lambda _: pytest.fail("searched"))
     assert plan.layout.replicate == 2
-    assert plan.source("layout") == "auto: ddp, the simplest; only plans for GPUs are searched"
+    assert plan.source("layout") == "auto: the simplest, on a CPU"
 
 
 def test_auto_on_gpus_is_what_the_search_chose():

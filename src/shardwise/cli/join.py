@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from shardwise.cli.describe import describe_job
 from shardwise.cli.summary import summarise
 from shardwise.errors import InputError, JobError, ShardwiseError
 from shardwise.parallel.support import require_supported
-from shardwise.plan import Device, settle
+from shardwise.plan import Device, searching, settle
 from shardwise.run import RunDirectory, create_run
 from shardwise.run.failure import describe_failure, write_failure
 
@@ -46,6 +47,7 @@ def train_in_world(
                 world_size=here.size,
                 device=_describe_device(here),
                 overrides=plan_overrides,
+                choose=searching(job, describe_job, require_supported),
             )
             require_supported(plan)
             run = create_run(run_dir, reference.name)
@@ -55,7 +57,9 @@ def train_in_world(
         _compare_jobs(here, reference)
         plan, run = _from_main(here, prepare)
         try:
-            train(job, plan, here, run=run, **saving)
+            # A job that SLURM has requeued finds what it saved before.
+            resume = "auto" if run.checkpoints.exists() else saving["resume"]
+            train(job, plan, here, run=run, **{**saving, "resume": resume})
         except Exception as error:
             if here.is_main and isinstance(error, InputError) and not run.has_trained:
                 run.remove()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardwise.cli.node_options import node_options
 from shardwise.run.console import complain, say
 from shardwise.run.exitcodes import INTERRUPTED, JOB_FAILED
 
 if TYPE_CHECKING:
+    from shardwise.cli.launch_plan import SettledLaunch
+    from shardwise.launch import Launched
     from shardwise.launch.starters import ForkStarter
+    from shardwise.run import RunDirectory
 
 
 @click.command(
@@ -28,15 +33,7 @@ if TYPE_CHECKING:
 )
 @click.option("--max-restarts", type=click.IntRange(min=0), default=0, help="Times to start all again after a failure.")
 @click.option("--standalone", is_flag=True, help="One machine, any free port (the default).")
-@click.option("--nnodes", default="1", help="Machines: N or MIN:MAX; 1 for now.")
-@click.option("--node-rank", type=int, default=0, help="Which machine this is.")
-@click.option("--rdzv-backend", default="static", help="static or c10d; alike on one machine.")
-@click.option("--rdzv-endpoint", default="", metavar="HOST:PORT", help="Where ranks meet.")
-@click.option("--rdzv-id", default="none", help="Name of the job, in TORCHELASTIC_RUN_ID.")
-@click.option("--rdzv-conf", default="", help="Accepted for torchrun's sake.")
-@click.option("--master-addr", default="127.0.0.1", help="Accepted for torchrun's sake: one machine meets on loopback.")
-@click.option("--master-port", type=int, help="Port of the store (default: a free one).")
-@click.option("--local-addr", help="Accepted for torchrun's sake.")
+@node_options
 @click.option("--role", default="default", help="Accepted for torchrun's sake.")
 @click.option("--monitor-interval", type=float, help="Accepted for torchrun's sake: exits are seen at once.")
 @click.option(
@@ -66,36 +63,69 @@ if TYPE_CHECKING:
 )
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def command(*, script: str, arguments: tuple[str, ...], log_dir: Path | None, dry_run: bool, **options: object) -> int:
-    """Start SCRIPT on many processes of this machine, in place of torchrun."""
-    from shardwise.cli.launch_plan import describe, settle_launch
-    from shardwise.cli.tee import Tee
-    from shardwise.launch import GiveUp, explain_outcome, launch
+def command(*, script: str, arguments: tuple[str, ...], log_dir: Path | None, dry_run: bool, **options: Any) -> int:
+    """Start SCRIPT on many processes of this machine, or of many machines, in place of torchrun."""
+    from shardwise.cli.elsewhere import start_elsewhere
+    from shardwise.cli.launch_plan import settle_launch, settle_target
+    from shardwise.cli.node_words import describe
+    from shardwise.cli.slurm import start_by_slurm
+    from shardwise.launch import GiveUp, explain_outcome
     from shardwise.launch.processes import become_reaper, kill_descendants
-    from shardwise.run import create_run
 
-    settled = settle_launch(script, arguments, options)
+    elsewhere = start_elsewhere(grace_s=options["shutdown_timeout"], dry_run=dry_run)
+    if elsewhere is not None:
+        return elsewhere
+    target = settle_target(script, arguments, options)
+    submitted = start_by_slurm(target.name, log_dir, grace_s=float(options["shutdown_timeout"]), dry_run=dry_run)
+    if submitted is not None:
+        return submitted
+    settled = settle_launch(target, options)
     if dry_run:
-        say(describe(settled))
+        say(describe(settled, click.get_current_context()))
         return 0
     if settled.note:
         complain(settled.note)
-    run = create_run(log_dir, settled.spec.target.name)
-    tee = Tee(run, settled.shown)
     warm = _join(settled.spec.nproc, settled.warm_idle_s) if settled.warm_idle_s is not None else None
     become_reaper()
     try:
-        launched = launch(settled.spec, run, observers=[tee], note=complain, warm=warm)
+        launched, run = _launch(settled, log_dir, warm)
     finally:
         kill_descendants()  # also what left its rank's process group, or outlived a killed fork parent
-    if launched.outcome.interrupted and launched.decision.exit_code == 0:  # type: ignore[union-attr]
-        complain(f"\nshardwise: interrupted; the run is in {run.path}")
-        return INTERRUPTED
     if isinstance(launched.decision, GiveUp):
         complain(explain_outcome(launched.outcome, run))
         complain(f"shardwise: the run is in {run.path}")
         return JOB_FAILED
+    if launched.outcome.interrupted and launched.decision.exit_code == 0:  # type: ignore[union-attr]
+        complain(f"\nshardwise: interrupted; the run is in {run.path}")
+        return INTERRUPTED
     return launched.decision.exit_code  # type: ignore[union-attr]
+
+
+def _launch(settled: SettledLaunch, log_dir: Path | None, warm: ForkStarter | None) -> tuple[Launched, RunDirectory]:
+    """Run it on this machine, or on this and others, and return how it ended and where it is written down."""
+    from shardwise.cli.tee import Tee
+    from shardwise.launch import launch
+    from shardwise.run import create_run, share_run
+
+    spec = settled.spec
+    if settled.nodes is None:
+        run = create_run(log_dir, spec.target.name)
+        return launch(spec, run, observers=[Tee(run, settled.shown)], note=complain, warm=warm), run
+
+    from shardwise.launch.nodes import join_run, node_facts
+    from shardwise.launch.rounds import launch_nodes
+
+    facts = node_facts(settled.nodes, shlex.join(spec.target.words()))
+
+    def make_run(named: Path | None) -> RunDirectory:
+        return create_run(log_dir, spec.target.name) if named is None else share_run(log_dir or named)
+
+    with join_run(settled.nodes, facts, make_run, complain) as (link, run):
+        tee = Tee(run, settled.shown)
+        launched = launch_nodes(
+            spec, settled.nodes, link, run, observers=[tee], placed=tee.follow, note=complain, warm=warm
+        )
+        return launched, run
 
 
 def _join(nproc: int, idle_s: float) -> ForkStarter | None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import ast
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.node_options import settle_nodes
 from shardwise.environment import profiler
 from shardwise.errors import LaunchError
 from shardwise.hardware import probe_gpus, usable_cores
 from shardwise.launch import LaunchSpec, Module, Program, Script, Target
-from shardwise.launch.options import Shown, check_one_node, read_nodes, read_nproc, read_port, shown
+from shardwise.launch.options import Shown, read_nproc, read_port, shown
 from shardwise.launch.target import check_target
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardwise.launch.nodes import NodesSpec
 
 _DYNAMO_USERS = ("DistributedDataParallel", "fully_shard", "FullyShardedDataParallel", "compile", "DDP")
 
@@ -26,26 +31,33 @@ class SettledLaunch:
     shown: list[tuple[Shown, Shown]]
     warm_idle_s: float | None
     """To be forked from a warm server, which ends when idle this long; None starts a fork parent."""
+    nodes: NodesSpec | None
+    """The machines of the run; None when this is the only one."""
     note: str
     """What the user should know of how ranks will be started; empty when it is as asked."""
 
 
-def settle_launch(script: str, arguments: tuple[str, ...], options: dict[str, Any]) -> SettledLaunch:
-    """Check every option and the target; nothing is started yet."""
+def settle_target(script: str, arguments: tuple[str, ...], options: Mapping[str, Any]) -> Target:
+    """Return what ranks will run; what cannot be found is refused."""
     if options["module"] and options["no_python"]:
         raise LaunchError("--module and --no-python contradict each other", fix="use one of them")
-    if options["warm"] and (options["start_method"] == "spawn" or options["no_python"]):
-        raise LaunchError(
-            "--warm forks ranks, and --start-method spawn or --no-python starts fresh processes", fix="leave one out"
-        )
-    check_one_node(read_nodes(options["nnodes"]), options["node_rank"], options["rdzv_backend"])
-    nproc = read_nproc(options["nproc_per_node"], num_gpus=len(probe_gpus()), num_cores=usable_cores())
     target: Target = Script(script, arguments)
     if options["module"]:
         target = Module(script, arguments)
     elif options["no_python"]:
         target = Program(script, arguments)
     check_target(target)
+    return target
+
+
+def settle_launch(target: Target, options: Mapping[str, Any]) -> SettledLaunch:
+    """Check every option; nothing is started yet."""
+    if options["warm"] and (options["start_method"] == "spawn" or options["no_python"]):
+        raise LaunchError(
+            "--warm forks ranks, and --start-method spawn or --no-python starts fresh processes", fix="leave one out"
+        )
+    nodes = settle_nodes(options)
+    nproc = read_nproc(options["nproc_per_node"], num_gpus=len(probe_gpus()), num_cores=usable_cores())
     views = shown(
         redirects=options["redirects"], tee=options["tee"], ranks_filter=options["local_ranks_filter"], nproc=nproc
     )
@@ -54,7 +66,9 @@ def settle_launch(script: str, arguments: tuple[str, ...], options: dict[str, An
         nproc=nproc,
         max_restarts=options["max_restarts"],
         run_id=options["rdzv_id"],
-        port=read_port(options["rdzv_endpoint"], options["master_port"], standalone=options["standalone"]),
+        port=0
+        if nodes
+        else read_port(options["rdzv_endpoint"], options["master_port"], standalone=options["standalone"]),
         fork=options["start_method"] == "fork" and not profiler() and not _is_folder(target),
         on_terminal=tuple((out.terminal, err.terminal) for out, err in views),
         grace_s=options["shutdown_timeout"],
@@ -63,25 +77,12 @@ def settle_launch(script: str, arguments: tuple[str, ...], options: dict[str, An
     return SettledLaunch(
         spec=spec,
         shown=views,
+        nodes=nodes,
         warm_idle_s=options["warm_idle"] if options["warm"] and spec.fork else None,
         note=f"shardwise: a profiler is here ({profiler()}): ranks are fresh processes, not forks"
         if profiler()
         else "",
     )
-
-
-def describe(settled: SettledLaunch) -> str:
-    """Return the command line of every rank with the variables it gets, one per line."""
-    spec = settled.spec
-    how = "forked from one process that imports torch" if spec.fork else "each a fresh process"
-    if settled.warm_idle_s is not None:
-        how = "forked from the warm server"
-    port = spec.port or "a free one"
-    lines = [f"# {spec.nproc} ranks, {how}; store on 127.0.0.1, port {port}; {spec.max_restarts} restarts"]
-    for rank in range(spec.nproc):
-        variables = f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE={spec.nproc} LOCAL_WORLD_SIZE={spec.nproc}"
-        lines.append(f"{variables} {shlex.join(spec.target.argv())}")
-    return "\n".join(lines)
 
 
 def _is_folder(target: Target) -> bool:

@@ -25,12 +25,28 @@ class Tee:
     """An observer of the launcher: no pipe stands between a rank and its file, so nothing is lost or blocked."""
 
     def __init__(self, run: RunDirectory, shown: list[tuple[Shown, Shown]]) -> None:
+        """Copy the output of ranks 0 to N-1, which is right on one machine."""
+        self._run = run
+        self._shown = shown
+        self._known: dict[tuple[int, int], _Copy] = {}
+        self._copies: list[_Copy] = []
+        self.follow(range(len(shown)))
+
+    def follow(self, ranks: range) -> None:
+        """Copy the output of these ranks from now on; what was copied of them before is not copied again."""
         self._copies = [
-            _Copy(Tail(path(rank)), stream.buffer, f"[rank{rank}]: ".encode() if view.prefixed else b"")
-            for rank, views in enumerate(shown)
-            for view, path, stream in zip(views, (run.stdout, run.stderr), (sys.stdout, sys.stderr), strict=True)
+            self._known.setdefault((rank, stream), self._copy(rank, stream, view))
+            for rank, views in zip(ranks, self._shown, strict=True)
+            for stream, view in enumerate(views)
             if view.copied and not view.terminal
         ]
+
+    def _copy(self, rank: int, stream: int, view: Shown) -> _Copy:
+        tail = Tail((self._run.stdout, self._run.stderr)[stream](rank))
+        tail.read()  # what an earlier start of this run has written was shown then
+        return _Copy(
+            tail, (sys.stdout, sys.stderr)[stream].buffer, f"[rank{rank}]: ".encode() if view.prefixed else b""
+        )
 
     def tick(self) -> None:
         """Copy what is new: as it is, or line by line behind the rank."""

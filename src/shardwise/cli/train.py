@@ -9,19 +9,25 @@ from typing import TYPE_CHECKING
 
 import click
 
+from shardwise.cli.node_options import node_options, settle_nodes
 from shardwise.cli.summary import summarise
 from shardwise.errors import InputError, LaunchError
 from shardwise.run.console import complain
 from shardwise.run.exitcodes import BAD_INPUT, DONE, INTERRUPTED, JOB_FAILED, PREEMPTED
-
-PRELOAD = ("torch", "torch._dynamo")
-"""What every rank would import: torch, and what the first DDP brings in (800 modules, 1.5 s)."""
+from shardwise.run.keep import GRAMMAR, parse_keep
 
 if TYPE_CHECKING:
+    from shardwise.environment import Identity
     from shardwise.job import Job, JobReference
     from shardwise.launch import Launched
     from shardwise.plan import Device, Plan
     from shardwise.run import RunDirectory
+
+
+def _checked_keep(_context: click.Context, _option: click.Parameter, rules: str) -> str:
+    """Refuse rules that cannot be read before anything starts."""
+    parse_keep(rules)
+    return rules
 
 
 @click.command(
@@ -35,9 +41,18 @@ if TYPE_CHECKING:
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a field of the job or the plan.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Where to write the run (default: runs/NAME-TIME).")
 @click.option("--save-every", type=click.IntRange(min=0), default=0, help="Steps between checkpoints (0: at a stop).")
-@click.option("--keep", type=click.IntRange(min=1), default=3, show_default=True, help="Newest checkpoints that stay.")
+@click.option(
+    "--keep",
+    default="3",
+    show_default=True,
+    metavar="RULES",
+    callback=_checked_keep,
+    help=f"Checkpoints that stay: {GRAMMAR}.",
+)
+@click.option("--must-save", is_flag=True, help="Fail when a checkpoint cannot be saved (default: say so and go on).")
 @click.option("--resume", default="never", help="A run directory or a checkpoint to go on from.")
 @click.option("--max-restarts", type=click.IntRange(min=0), default=0, help="Times to go on after a failure.")
+@node_options
 @click.option("--backend", help="gloo, nccl, mpi, ucc or cpu:gloo,cuda:nccl (default: by device).")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to train (default: cuda where there is one).")
 def command(
@@ -48,47 +63,45 @@ def command(
     settings: tuple[str, ...],
     run_dir: Path | None,
     save_every: int,
-    keep: int,
+    keep: str,
+    must_save: bool,
     resume: str,
     max_restarts: int,
     backend: str | None,
     device: str | None,
+    **node: object,
 ) -> int:
     """Train the Job in JOB.py, with progress, a report and a run directory."""
+    from shardwise.cli.elsewhere import start_elsewhere
     from shardwise.cli.join import train_in_world, write_run_inputs
+    from shardwise.cli.slurm import start_by_slurm
+    from shardwise.cli.train_nodes import train_on_nodes
     from shardwise.environment import identify
     from shardwise.job import load_job
+    from shardwise.launch import LaunchSpec
     from shardwise.run import create_run
 
     started_at = time.time()
+    if (elsewhere := start_elsewhere(grace_s=LaunchSpec.grace_s)) is not None:
+        return elsewhere
     me = identify()
-    reference, plan_overrides = _split_settings(job, settings)
+    reference, plan_overrides = split_settings(job, settings)
     loaded = load_job(reference)
-    if me.world_size > 1:
-        if nproc is not None:
-            raise LaunchError(
-                f"--nproc {nproc} inside a world of {me.world_size} ranks that {me.source} started",
-                fix="leave --nproc out, or start shardwise by itself",
-            )
+    saving = {"save_every": save_every, "keep": keep, "must_save": must_save, "resume": _resumable(resume)}
+    if (submitted := start_by_slurm(reference.name, run_dir, grace_s=LaunchSpec.grace_s)) is not None:
+        return submitted
+    nodes = settle_nodes({**node, "max_restarts": max_restarts})
+    if me.world_size > 1 and (nodes is None or me.source != "slurm"):
+        _check_joining(me, nproc)
         train_in_world(
-            loaded,
-            reference,
-            plan_spec,
-            plan_overrides,
-            run_dir=run_dir,
-            saving={"save_every": save_every, "keep": keep, "resume": _resumable(resume)},
-            backend=backend,
-            device=device,
+            loaded, reference, plan_spec, plan_overrides, run_dir=run_dir, saving=saving, backend=backend, device=device
         )
         return DONE
     nproc = nproc or 1
-    where = _device(device, nproc)
-    plan = _settle(loaded, plan_spec, nproc, where, plan_overrides)
+    where = this_device(device, nproc)
+    plan = _settle(loaded, plan_spec, nproc * (nodes.most if nodes else 1), where, plan_overrides)
     _check(loaded, plan)
-    saving = {"save_every": save_every, "keep": keep, "resume": _resumable(resume)}
-    run = create_run(run_dir, reference.name)
     order = {
-        "run": str(run.path.resolve()),
         "job": reference,
         "plan_sources": dict(plan.sources),
         "started_at": started_at,
@@ -96,8 +109,21 @@ def command(
         "device": where.kind,
         **saving,
     }
+    if nodes is not None:
+        launched, run, is_first = train_on_nodes(nodes, plan, reference, order, nproc=nproc, run_dir=run_dir)
+        return _conclude(launched, run, is_first=is_first)
+    run = create_run(run_dir, reference.name)
     write_run_inputs(run, reference, plan)
     return _conclude(_launch(order, run, nproc=nproc, max_restarts=max_restarts), run)
+
+
+def _check_joining(me: Identity, nproc: int | None) -> None:
+    """Refuse to start ranks from a rank."""
+    if nproc is not None:
+        raise LaunchError(
+            f"--nproc {nproc} inside a world of {me.world_size} ranks that {me.source} started",
+            fix="leave --nproc out, or start shardwise by itself",
+        )
 
 
 def _resumable(resume: str) -> str:
@@ -110,7 +136,7 @@ def _resumable(resume: str) -> str:
     return str(path.resolve())
 
 
-def _split_settings(job: str, settings: tuple[str, ...]) -> tuple[JobReference, dict[str, str]]:
+def split_settings(job: str, settings: tuple[str, ...]) -> tuple[JobReference, dict[str, str]]:
     """Give each --set to the job or to the plan, whichever has a field of that name."""
     import dataclasses
 
@@ -131,7 +157,7 @@ def _split_settings(job: str, settings: tuple[str, ...]) -> tuple[JobReference, 
     return refer(job, of_job), of_plan
 
 
-def _device(asked: str | None, nproc: int) -> Device:
+def this_device(asked: str | None, nproc: int) -> Device:
     """Find out what settling must know of the GPUs, without touching CUDA."""
     from shardwise.hardware import probe_gpus
     from shardwise.plan import Device
@@ -150,9 +176,18 @@ def _device(asked: str | None, nproc: int) -> Device:
 
 
 def _settle(job: Job, spec: str, nproc: int, device: Device, overrides: dict[str, str]) -> Plan:
-    from shardwise.plan import settle
+    from shardwise.cli.describe import describe_job
+    from shardwise.parallel.support import require_supported
+    from shardwise.plan import searching, settle
 
-    return settle(spec, batch_size=job.batch_size, world_size=nproc, device=device, overrides=overrides)
+    return settle(
+        spec,
+        batch_size=job.batch_size,
+        world_size=nproc,
+        device=device,
+        overrides=overrides,
+        choose=searching(job, describe_job, require_supported),
+    )
 
 
 def _check(job: Job, plan: Plan) -> None:
@@ -168,21 +203,19 @@ def _check(job: Job, plan: Plan) -> None:
 
 def _launch(order: dict[str, object], run: RunDirectory, *, nproc: int, max_restarts: int) -> Launched:
     """Start the ranks with their order, and show what they do until they end."""
-    import msgspec
-
     from shardwise.cli.follow import Follower
-    from shardwise.launch import LaunchSpec, Module, launch
+    from shardwise.cli.train_nodes import worker_spec
+    from shardwise.launch import launch
 
     follower = Follower(run)
-    worker = Module("shardwise.worker", (msgspec.json.encode(order).decode(),))
-    spec = LaunchSpec(target=worker, nproc=nproc, max_restarts=max_restarts, preload=PRELOAD)
     try:
+        spec = worker_spec(order, run, nproc=nproc, max_restarts=max_restarts)
         return launch(spec, run, observers=[follower], note=complain)
     finally:
         follower.close()
 
 
-def _conclude(launched: Launched, run: RunDirectory) -> int:
+def _conclude(launched: Launched, run: RunDirectory, *, is_first: bool = True) -> int:
     """Say how it ended; a run that was refused before its first step leaves nothing behind."""
     from shardwise.launch import Finish, explain_outcome, root_cause
 
@@ -192,12 +225,14 @@ def _conclude(launched: Launched, run: RunDirectory) -> int:
         return INTERRUPTED if outcome.interrupted == signal.SIGINT else PREEMPTED
     if outcome.interrupted:
         complain(f"shardwise: interrupted; the run is in {run.path}")
-        return INTERRUPTED
+        # By SIGUSR1 a batch system asks for the place, not for an end: it begins again, if nothing was saved yet.
+        return PREEMPTED if outcome.interrupted == signal.SIGUSR1 else INTERRUPTED
     cause = root_cause(outcome.exits)
-    if cause is None:
-        summarise(run)
+    if cause is None and isinstance(launched.decision, Finish):
+        if is_first:
+            summarise(run)
         return DONE
-    if cause.failure is not None and cause.failure.exit_code == BAD_INPUT and not run.has_trained:
+    if cause is not None and cause.failure is not None and cause.failure.exit_code == BAD_INPUT and not run.has_trained:
         if click.get_current_context().find_root().params["debug"]:
             complain(cause.failure.traceback)
         complain(f"shardwise: {cause.failure.message}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardwise.environment import base_environment, rank_environment
@@ -74,7 +75,7 @@ def launch(
     """
     environ = base_environment(local_world_size=spec.nproc, cores=usable_cores())
     write_variables(run, environ)
-    with warm or _starter(spec, environ, note) as starter:
+    with warm or starter_for(spec, environ, note) as starter:
         restarts = 0
         while True:
             outcome = _attempt(spec, run, starter, restarts, observers)
@@ -91,7 +92,7 @@ def launch(
 
 
 @contextlib.contextmanager
-def _starter(spec: LaunchSpec, environ: Mapping[str, str], note: Callable[[str], None]) -> Iterator[Starter]:
+def starter_for(spec: LaunchSpec, environ: Mapping[str, str], note: Callable[[str], None]) -> Iterator[Starter]:
     """Choose how ranks are started, and say so where it is not by fork."""
     if not sys.platform.startswith("linux"):
         yield PlainStarter()
@@ -118,41 +119,73 @@ def _attempt(
         port = listener.getsockname()[1]
         store = starter.start_store(listener)
     try:
-        ranks = []
-        for rank in range(spec.nproc):
-            environ = rank_environment(
-                rank=rank,
-                world_size=spec.nproc,
-                local_rank=rank,
-                local_world_size=spec.nproc,
-                cores=usable_cores(),
-                extra={
-                    "MASTER_ADDR": LOOPBACK,
-                    "MASTER_PORT": str(port),
-                    "TORCHELASTIC_USE_AGENT_STORE": "True",
-                    "TORCHELASTIC_RESTART_COUNT": str(restarts),
-                    "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
-                    "TORCHELASTIC_RUN_ID": spec.run_id,
-                },
-            )
-            run.error(rank).unlink(missing_ok=True)
-            out, err = spec.on_terminal[rank] if spec.on_terminal else (False, False)
-            output = Output(stdout=None if out else run.stdout(rank), stderr=None if err else run.stderr(rank))
-            ranks.append(starter.start_rank(rank, spec.target, environ, output=output, failure=run.error(rank)))
-
-        def lost() -> str:
-            return starter.lost or _describe_lost_store(store)
-
-        def failure_of(rank: int, returncode: int) -> Failure | None:
-            written = read_failure(run.error(rank))
-            return written or (last_words(run.stderr(rank), rank) if returncode == UNCAUGHT else None)
-
-        return supervise(ranks, failure_of=failure_of, observers=observers, lost=lost, grace_s=spec.grace_s)
+        place = Place(world_size=spec.nproc, store_host=LOOPBACK, store_port=port, restarts=restarts)
+        ranks = start_ranks(spec, run, starter, place)
+        return supervise(
+            ranks,
+            failure_of=partial(find_failure, run),
+            observers=observers,
+            lost=lambda: starter.lost or describe_lost_store(store),
+            grace_s=spec.grace_s,
+        )
     finally:
         store.end()
 
 
-def _describe_lost_store(store: RankProcess) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the ranks of this node stand in the world of one attempt, and where they meet."""
+
+    world_size: int
+    store_host: str
+    store_port: int
+    restarts: int
+    first_rank: int = 0
+    node: int = 0
+    num_nodes: int = 1
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """What else ranks are told, such as which interface to use."""
+
+
+def start_ranks(spec: LaunchSpec, run: RunDirectory, starter: Starter, place: Place) -> list[RankProcess]:
+    """Start the ranks of this node."""
+    shared = {
+        "MASTER_ADDR": place.store_host,
+        "MASTER_PORT": str(place.store_port),
+        "GROUP_RANK": str(place.node),
+        "GROUP_WORLD_SIZE": str(place.num_nodes),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(place.restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+        "TORCHELASTIC_RUN_ID": spec.run_id,
+        **place.variables,
+    }
+    ranks = []
+    for local_rank in range(spec.nproc):
+        rank = place.first_rank + local_rank
+        environ = rank_environment(
+            rank=rank,
+            world_size=place.world_size,
+            local_rank=local_rank,
+            local_world_size=spec.nproc,
+            cores=usable_cores(),
+            extra=shared,
+        )
+        run.error(rank).unlink(missing_ok=True)
+        out, err = spec.on_terminal[local_rank] if spec.on_terminal else (False, False)
+        output = Output(stdout=None if out else run.stdout(rank), stderr=None if err else run.stderr(rank))
+        ranks.append(starter.start_rank(rank, spec.target, environ, output=output, failure=run.error(rank)))
+    return ranks
+
+
+def find_failure(run: RunDirectory, rank: int, returncode: int) -> Failure | None:
+    """Return what a rank that ended left behind: its own record, else the exception at the end of its log."""
+    written = read_failure(run.error(rank))
+    return written or (last_words(run.stderr(rank), rank) if returncode == UNCAUGHT else None)
+
+
+def describe_lost_store(store: RankProcess) -> str:
+    """Say how an attempt's store ended; empty while it serves."""
     returncode = store.poll()
     return "" if returncode is None else f"the store of this attempt ended with {describe_exit(returncode)}"
 

@@ -105,7 +105,7 @@ def store_work(order: StartStore, descriptor: int | None, parent: int | None = N
 
         # The port is the supervisor's own socket: bound to one interface, where TCPStore itself would take all.
         store = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1",
+            order.host,
             order.port,
             is_master=True,
             wait_for_workers=False,

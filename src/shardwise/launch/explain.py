@@ -21,32 +21,44 @@ def explain_outcome(outcome: Outcome, run: RunDirectory) -> str:
     if cause is None:
         return f"{outcome.lost}, so all ranks were stopped" if outcome.lost else ""
     others = [exit_ for exit_ in outcome.exits if exit_.failed and exit_.rank != cause.rank]
-    parts = [f"rank {exit_.rank} then failed too: {_summary(exit_)}" for exit_ in others]
+    parts = [f"{_name(exit_)} then failed too: {_summary(exit_)}" for exit_ in others]
     parts.append(_evidence(cause, run))
     parts.append(
-        f"rank {cause.rank} failed first: {_summary(cause)}"
+        f"{_name(cause)} failed first: {_summary(cause)}"
         if cause.failed
-        else f"rank {cause.rank} left first: exit code 0 while its peers still needed it; they lost their connection"
+        else f"{_name(cause)} left first: exit code 0 while its peers still needed it; they lost their connection"
     )
     if cause.returncode == -signal.SIGKILL and outcome.out_of_memory:
         parts[-1] = (
-            f"rank {cause.rank} failed first: SIGKILL by the kernel, host memory ran out:"
+            f"{_name(cause)} failed first: SIGKILL by the kernel, host memory ran out:"
             " use fewer ranks, fewer DataLoader workers, smaller batches, or a larger memory limit"
         )
     return "\n".join(part for part in parts if part)
+
+
+def end_of_log(exit_: RankExit, run: RunDirectory) -> tuple[str, ...]:
+    """Return the last lines of a failed rank's standard error, for one that could not write its failure down."""
+    log = run.stderr(exit_.rank)
+    if exit_.failure is not None or not exit_.failed or not log.exists():
+        return ()
+    return tuple(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+
+
+def _name(exit_: RankExit) -> str:
+    return f"rank {exit_.rank} on {exit_.place}" if exit_.place else f"rank {exit_.rank}"
 
 
 def _summary(exit_: RankExit) -> str:
     if exit_.failure is None:
         return describe_exit(exit_.returncode)
     first_line = (exit_.failure.message.splitlines() or [""])[0]
-    return f"{exit_.failure.kind}: {first_line} (on {exit_.failure.host})"
+    where = "" if exit_.place else f" (on {exit_.failure.host})"
+    return f"{exit_.failure.kind}: {first_line}{where}"
 
 
 def _evidence(cause: RankExit, run: RunDirectory) -> str:
     """The rank's own traceback, or the end of its log when it could not write one."""
     if cause.failure is not None:
         return f"rank {cause.rank}:\n{cause.failure.traceback.rstrip()}"
-    log = run.stderr(cause.rank)
-    tail = log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if log.exists() else []
-    return "\n".join([f"rank {cause.rank}, end of {log}:", *tail]) if tail else ""
+    tail = cause.log or end_of_log(cause, run)
+    return "\n".join([f"rank {cause.rank}, end of {run.stderr(cause.rank)}:", *tail]) if tail else ""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.launch.channel import Channel
-from shardwise.launch.orders import STORE, Ended, Order, Ready, Report, Started, StartRank
+from shardwise.launch.orders import MEETING, STORE, Ended, Order, Ready, Report, Started, StartMeeting, StartRank
 from shardwise.launch.processes import become_reaper, kill_descendants
 
 if TYPE_CHECKING:
@@ -37,8 +37,7 @@ class ForkParent:
         wake_reader, wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_IGN)  # the supervisor decides what a signal means
+        ignore_stop_requests()
         self._send(Ready(refusal, os.getpid()))
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel.socket, selectors.EVENT_READ)
@@ -69,15 +68,14 @@ class ForkParent:
         if pid == 0:
             signal.set_wakeup_fd(-1)
             self._channel.close()
-            from shardwise.launch.child import rank_work, store_work
-
-            return rank_work(order, parent) if isinstance(order, StartRank) else store_work(order, descriptor, parent)
+            return _work_of(order, descriptor, parent)
         if descriptor is not None:
             os.close(descriptor)
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)
         self._children.add(pid)
-        self._send(Started(order.rank if isinstance(order, StartRank) else STORE, pid))
+        rank = order.rank if isinstance(order, StartRank) else MEETING if isinstance(order, StartMeeting) else STORE
+        self._send(Started(rank, pid))
         return None
 
     def _reap(self) -> None:
@@ -95,6 +93,24 @@ class ForkParent:
     def _send(self, report: Report) -> None:
         with contextlib.suppress(ConnectionError):
             self._channel.send(report)
+
+
+def _work_of(order: Order, descriptor: int | None, parent: int) -> Callable[[], None]:
+    """Set this fresh fork up for its order, and return what it is to do."""
+    if isinstance(order, StartMeeting):
+        from shardwise.launch.meeting import meeting_work
+
+        return meeting_work(order, descriptor, parent)
+    from shardwise.launch.child import rank_work, store_work
+
+    return rank_work(order, parent) if isinstance(order, StartRank) else store_work(order, descriptor, parent)
+
+
+def ignore_stop_requests() -> None:
+    """Leave it to the supervisor what a signal means; SLURM sends its own to every process of a step."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
 
 
 def preload(names: Sequence[str]) -> str:
@@ -124,6 +140,7 @@ def _was_cuda_touched() -> bool:
 
 def main() -> Callable[[], None]:
     """Import what was asked for, then serve the socket whose descriptor is the first argument."""
+    ignore_stop_requests()
     channel = socket.socket(fileno=int(sys.argv[1]))
     become_reaper()
     return ForkParent(channel).serve(preload(sys.argv[2:]))

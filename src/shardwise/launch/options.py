@@ -48,14 +48,60 @@ def read_nodes(text: str) -> tuple[int, int]:
     return least, most
 
 
-def check_one_node(nodes: tuple[int, int], node_rank: int, rdzv_backend: str) -> None:
-    """Refuse what needs several machines, and what contradicts itself."""
-    least, most = nodes
-    if not 0 <= node_rank < most:
+def read_endpoint(
+    *, rdzv_backend: str, rdzv_endpoint: str, master_addr: str | None, master_port: int | None
+) -> tuple[str, int]:
+    """Read where the nodes of a run meet: --rdzv-endpoint HOST[:PORT], else --master-addr and --master-port."""
+    host, port = _split(rdzv_endpoint) if rdzv_endpoint else (master_addr or "", None)
+    if not host:
+        raise LaunchError(
+            "several nodes, and nothing says where they meet", fix="add --master-addr <address of node 0>"
+        )
+    if rdzv_endpoint and master_addr and master_addr != host:
+        raise LaunchError(f"--rdzv-endpoint names {host} and --master-addr {master_addr}", fix="leave one of them out")
+    if port and master_port and port != master_port:
+        raise LaunchError(
+            f"--rdzv-endpoint names port {port} and --master-port {master_port}", fix="leave one of them out"
+        )
+    chosen = port or master_port or _DEFAULT_PORTS[rdzv_backend]
+    if not 0 < chosen < 1 << 16:
+        raise LaunchError(f"port {chosen} is not a port", fix="use 1 to 65535")
+    return host, chosen
+
+
+_DEFAULT_PORTS = {"static": 29500, "c10d": 29400}
+"""torchrun's, for each of its rendezvous."""
+
+
+def _split(endpoint: str) -> tuple[str, int | None]:
+    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([^:\[\]\s]+))(?::([0-9]+))?", endpoint)
+    if match is None:
+        raise LaunchError(f"--rdzv-endpoint is {endpoint!r}", fix="write HOST:PORT")
+    return match[1] or match[2], int(match[3]) if match[3] else None
+
+
+def read_rdzv_conf(text: str) -> dict[str, float]:
+    """Read the waits, in seconds, of --rdzv-conf KEY=VALUE,...; torchrun's other keys have no meaning here."""
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    names = {"join_timeout": "join_s", "timeout": "join_s", "last_call_timeout": "last_call_s"}
+    found = {}
+    for key, equals, value in pairs:
+        name = names.get(key.strip())
+        if not equals or (name and not re.fullmatch(r"[0-9]+(\.[0-9]+)?", value.strip())):
+            raise LaunchError(
+                f"--rdzv-conf has {key}{equals}{value}", fix="write KEY=VALUE,KEY=VALUE, times in seconds"
+            )
+        if name:
+            found[name] = float(value)
+    return found
+
+
+def check_nodes(nodes: tuple[int, int], node_rank: int | None, rdzv_backend: str) -> None:
+    """Refuse node options that contradict each other."""
+    _, most = nodes
+    if node_rank is not None and not 0 <= node_rank < most:
         raise LaunchError(f"--node-rank {node_rank} is not below --nnodes {most}", fix=f"use 0 to {most - 1}")
-    if least > 1:
-        raise LaunchError(f"--nnodes {least}: several machines are not built yet", fix="use torchrun for them")
-    if rdzv_backend not in {"static", "c10d"}:
+    if rdzv_backend not in _DEFAULT_PORTS:
         raise LaunchError(f"--rdzv-backend is {rdzv_backend!r}", fix="use static or c10d")
 
 

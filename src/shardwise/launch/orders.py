@@ -26,10 +26,28 @@ class StartStore(msgspec.Struct, frozen=True, tag="store"):
     """Fork the server of one attempt's store, on a listening socket that travels beside this order."""
 
     port: int
+    host: str = "127.0.0.1"
+
+
+class StartMeeting(msgspec.Struct, frozen=True, tag="meeting"):
+    """Fork one that meets the other nodes by torch's rendezvous, and says what came of it on the socket beside this."""
+
+    host: str
+    """Where the store of the round is."""
+    port: int
+    run_id: str
+    node: int
+    """Which node of the run this is; ranks follow this order."""
+    nproc: int
+    least: int
+    most: int
+    join_s: float
+    last_call_s: float
+    environ: dict[str, str]
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
-    """A child runs: a rank, or the store (rank -1)."""
+    """A child runs: a rank, the store (rank -1) or a meeting (rank -2)."""
 
     rank: int
     pid: int
@@ -51,11 +69,21 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Of the fork parent; 0 when there is none."""
 
 
-Order = StartRank | StartStore
+Order = StartRank | StartStore | StartMeeting
 Report = Started | Ended | Ready
 
 STORE = -1
 """Stands for the store where a rank is expected."""
+MEETING = -2
+"""Likewise for the one that meets other nodes."""
+
+
+class Assembly(msgspec.Struct, frozen=True, tag="assembly"):
+    """The nodes that met, in the order of their ranks; or why they did not."""
+
+    nodes: tuple[int, ...] = ()
+    nprocs: tuple[int, ...] = ()
+    refusal: str = ""
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):

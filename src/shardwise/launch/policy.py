@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwise.run.exitcodes import BAD_INPUT, PREEMPTED
+from shardwise.run.failure import Failure  # noqa: TC001 - read at run time by msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from shardwise.run.failure import Failure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +24,10 @@ class RankExit:
     """It ended after the launcher had asked it to stop, so its end explains nothing."""
     at: float = 0.0
     """Seconds on the launcher's clock when the end was seen."""
+    place: str = ""
+    """Node that it ran on, in words; empty when there is one node."""
+    log: tuple[str, ...] = ()
+    """Last lines of its standard error, where the log itself is on another node."""
 
     @property
     def failed(self) -> bool:
@@ -54,9 +57,9 @@ class Restart:
 
 @dataclass(frozen=True, kw_only=True)
 class GiveUp:
-    """The launch failed because of this exit."""
+    """The launch failed because of this exit; None when no rank was to blame."""
 
-    cause: RankExit
+    cause: RankExit | None
 
 
 Decision = Finish | Restart | GiveUp
@@ -71,8 +74,7 @@ def decide(exits: Sequence[RankExit], *, max_restarts: int, restarts: int, stop_
         return Finish(exit_code=PREEMPTED)  # somebody asked the ranks themselves
     cause = root_cause(exits)
     if cause is None:
-        lost = next((exit_ for exit_ in exits if exit_.stopped), None)
-        return Finish() if lost is None else GiveUp(cause=lost)  # all were stopped, and no rank was to blame
+        return GiveUp(cause=None) if any(exit_.stopped for exit_ in exits) else Finish()
     if restarts < max_restarts and not _is_hopeless(cause):
         return Restart(attempt=restarts + 1, cause=cause)
     return GiveUp(cause=cause)

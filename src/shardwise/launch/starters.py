@@ -12,9 +12,22 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self
 
+import msgspec
+
 from shardwise.errors import LaunchError
 from shardwise.launch.channel import Channel
-from shardwise.launch.orders import STORE, Ended, Ready, Report, Started, StartRank, StartStore
+from shardwise.launch.orders import (
+    MEETING,
+    STORE,
+    Ended,
+    Order,
+    Ready,
+    Report,
+    Started,
+    StartMeeting,
+    StartRank,
+    StartStore,
+)
 from shardwise.launch.processes import RankProcess, start_program
 from shardwise.run.exitcodes import describe_exit
 
@@ -39,6 +52,9 @@ class Starter(Protocol):
 
     def start_store(self, listener: socket.socket) -> RankProcess:
         """Start the server of one attempt's store on a bound socket."""
+
+    def start_meeting(self, order: StartMeeting, answer: socket.socket) -> RankProcess:
+        """Start one that meets the other nodes and says on `answer` who came."""
 
     @property
     def lost(self) -> str:
@@ -72,6 +88,13 @@ class PlainStarter:
         popen = subprocess.Popen(argv, pass_fds=[descriptor], process_group=0)
         return RankProcess(STORE, popen.pid, popen)
 
+    def start_meeting(self, order: StartMeeting, answer: socket.socket) -> RankProcess:
+        """Start a process that meets the other nodes; it imports torch first."""
+        words = [msgspec.json.encode(order).decode(), str(answer.fileno()), str(os.getpid())]
+        argv = [sys.executable, "-m", "shardwise.launch.meeting", *words]
+        popen = subprocess.Popen(argv, pass_fds=[answer.fileno()], process_group=0)
+        return RankProcess(MEETING, popen.pid, popen)
+
 
 class ForkStarter:
     """Ranks are forks of one process that has imported torch: N ranks cost one import, a restart costs none."""
@@ -96,7 +119,12 @@ class ForkStarter:
         with theirs:
             descriptor = theirs.fileno()
             argv = [sys.executable, "-m", "shardwise.launch.fork_parent", str(descriptor), *preload]
-            parent = subprocess.Popen(argv, env=dict(environ), pass_fds=[descriptor], process_group=0)
+            # It must not die of a signal that comes before it can ignore it; so it begins with that blocked.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+            try:
+                parent = subprocess.Popen(argv, env=dict(environ), pass_fds=[descriptor], process_group=0)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return cls(ours, parent, fresh=fresh)
 
     def wait_until_ready(self) -> str:
@@ -116,7 +144,12 @@ class ForkStarter:
 
     def start_store(self, listener: socket.socket) -> RankProcess:
         """Order the server of one attempt's store."""
-        return self._order(STORE, StartStore(listener.getsockname()[1]), [listener.fileno()])
+        host, port = listener.getsockname()[:2]
+        return self._order(STORE, StartStore(port, host), [listener.fileno()])
+
+    def start_meeting(self, order: StartMeeting, answer: socket.socket) -> RankProcess:
+        """Order one that meets the other nodes."""
+        return self._order(MEETING, order, [answer.fileno()])
 
     def returncode(self, pid: int) -> int | None:
         """Return how a child of the fork parent ended, None while it runs."""
@@ -156,7 +189,7 @@ class ForkStarter:
     ) -> None:
         self.close()
 
-    def _order(self, rank: int, order: StartRank | StartStore, descriptors: Sequence[int] = ()) -> RankProcess:
+    def _order(self, rank: int, order: Order, descriptors: Sequence[int] = ()) -> RankProcess:
         self._started.pop(rank, None)
         with contextlib.suppress(ConnectionError):  # said by what follows
             self._channel.send(order, descriptors)

@@ -11,6 +11,6 @@ from shardwise.launch.orders import StartStore
 if __name__ == "__main__":
     descriptor, parent = (int(text) for text in sys.argv[1:3])
     listener = socket.socket(fileno=descriptor)
-    port = listener.getsockname()[1]
+    host, port = listener.getsockname()[:2]
     listener.detach()
-    store_work(StartStore(port), descriptor, parent)()
+    store_work(StartStore(port, host), descriptor, parent)()

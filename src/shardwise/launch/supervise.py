@@ -39,6 +39,19 @@ class Observer(Protocol):
         """Look now; called about ten times a second and once after the last rank ended."""
 
 
+class Elsewhere(Protocol):
+    """The nodes of the run that are not this one: they hear of what happens here, and may ask for a stop."""
+
+    def asked(self) -> int:
+        """Return the signal with which they want the ranks of this node to stop in peace; 0 for none."""
+
+    def failing(self, exit_: RankExit) -> None:
+        """Hear that a rank ended badly."""
+
+    def leaving(self, number: int) -> None:
+        """Hear that this launcher was told by a signal to stop."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """How a world of ranks ended."""
@@ -65,6 +78,10 @@ class _Watch:
     stop_at: float = math.inf
     """When all others are stopped because one failed."""
     killed: bool = False
+    heard: int = 0
+    """How many of the exits the other nodes have heard of."""
+    told: bool = False
+    """Whether the other nodes know of the signal, or sent it."""
 
 
 def supervise(
@@ -73,6 +90,7 @@ def supervise(
     failure_of: Callable[[int, int], Failure | None],
     observers: Sequence[Observer] = (),
     lost: Callable[[], str] = lambda: "",
+    elsewhere: Elsewhere | None = None,
     grace_s: float = GRACE_S,
     timeout_s: float | None = None,
     before_kill: Callable[[RankProcess], None] | None = None,
@@ -80,14 +98,14 @@ def supervise(
     """Wait for all ranks; after a failure, a signal or the time limit, stop all and reap them.
 
     `failure_of` returns what a rank with this exit code wrote down. `lost` says what else has ended that ranks cannot
-    go on without; empty while all is there.
+    go on without; empty while all is there. `elsewhere` are the other nodes, None when there are none.
     """
     watch = _Watch({process.rank: process for process in processes})
     kills_before = oom_kills()
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     timed_out: tuple[int, ...] = ()
     missing = ""
-    with _wakeups(processes) as wait, _caught_signals(watch.signals):
+    with _wakeups(processes) as wait, caught_signals(watch.signals):
         while watch.running:
             wait(TICK_S)
             now = time.monotonic()
@@ -96,6 +114,8 @@ def supervise(
                 watch.stop_at = now  # ranks would wait for each other until a time limit
                 _stop_if_needed(watch, now, grace_s)  # before the look at their exits, which explain nothing now
             _reap(watch, now, failure_of)
+            if elsewhere is not None:
+                _talk(watch, elsewhere)
             for observer in observers:
                 observer.tick()
             if deadline is not None and now > deadline and watch.running and not timed_out:
@@ -135,6 +155,20 @@ def _reap(watch: _Watch, now: float, failure_of: Callable[[int, int], Failure | 
             watch.stop_at = min(watch.stop_at, now if exit_.is_certain else now + SETTLE_S)
 
 
+def _talk(watch: _Watch, elsewhere: Elsewhere) -> None:
+    """Tell the other nodes what is new, and do as they ask."""
+    news = [exit_ for exit_ in watch.exits[watch.heard :] if exit_.failed]
+    watch.heard = len(watch.exits)
+    for exit_ in news:
+        elsewhere.failing(exit_)
+    asked = elsewhere.asked()
+    if watch.signals and not watch.told:
+        elsewhere.leaving(watch.signals[0])
+    elif asked and not watch.signals:
+        watch.signals.append(asked)
+    watch.told = bool(watch.signals)
+
+
 def _stop_if_needed(watch: _Watch, now: float, grace_s: float) -> None:
     """Stop in two steps, ask and kill. A second signal from the user skips to the last."""
     limit_s = grace_s if watch.signals else min(grace_s, FAILURE_GRACE_S)
@@ -164,9 +198,11 @@ def _wakeups(processes: Sequence[RankProcess]) -> Iterator[Callable[[float], obj
         yield time.sleep
         return
     with selectors.DefaultSelector() as selector:
-        descriptors = [os.pidfd_open(process.pid) for process in processes]
-        for descriptor in descriptors:
-            selector.register(descriptor, selectors.EVENT_READ)
+        descriptors = []
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):  # ended already, and reaped by the fork parent
+                descriptors.append(os.pidfd_open(process.pid))
+                selector.register(descriptors[-1], selectors.EVENT_READ)
 
         def wait(timeout_s: float) -> None:
             for key, _ in selector.select(timeout_s):
@@ -180,7 +216,7 @@ def _wakeups(processes: Sequence[RankProcess]) -> Iterator[Callable[[float], obj
 
 
 @contextlib.contextmanager
-def _caught_signals(seen: list[int]) -> Iterator[None]:
+def caught_signals(seen: list[int]) -> Iterator[None]:
     """Collect SIGINT, SIGTERM, SIGHUP and SIGUSR1 instead of dying from them with ranks still running."""
 
     def remember(number: int, _frame: FrameType | None) -> None:

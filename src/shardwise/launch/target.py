@@ -23,9 +23,13 @@ class Script(msgspec.Struct, frozen=True, tag="script"):
         """Short name for run directories."""
         return Path(self.path).stem or "script"
 
+    def words(self) -> list[str]:
+        """Return what the user typed, the same on every machine."""
+        return [self.path, *self.arguments]
+
     def argv(self) -> list[str]:
         """Return the command line of a fresh interpreter."""
-        return [sys.executable, "-u", self.path, *self.arguments]
+        return [sys.executable, "-u", *self.words()]
 
 
 class Module(msgspec.Struct, frozen=True, tag="module"):
@@ -39,9 +43,13 @@ class Module(msgspec.Struct, frozen=True, tag="module"):
         """Short name for run directories."""
         return self.module.rpartition(".")[2]
 
+    def words(self) -> list[str]:
+        """Return what the user typed, the same on every machine."""
+        return ["-m", self.module, *self.arguments]
+
     def argv(self) -> list[str]:
         """Return the command line of a fresh interpreter."""
-        return [sys.executable, "-u", "-m", self.module, *self.arguments]
+        return [sys.executable, "-u", *self.words()]
 
 
 class Program(msgspec.Struct, frozen=True, tag="program"):
@@ -55,9 +63,13 @@ class Program(msgspec.Struct, frozen=True, tag="program"):
         """Short name for run directories."""
         return Path(self.program).name
 
+    def words(self) -> list[str]:
+        """Return what the user typed, the same on every machine."""
+        return [self.program, *self.arguments]
+
     def argv(self) -> list[str]:
         """Return the command line."""
-        return [self.program, *self.arguments]
+        return self.words()
 
 
 Target = Script | Module | Program

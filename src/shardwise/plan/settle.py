@@ -83,7 +83,7 @@ def _named(spec: str, world_size: int, device: Device, choose: Chooser | None) -
     if spec != "auto":
         return _preset(spec, f"preset {spec}", world_size, device), False
     if device.kind == "cpu" or choose is None:
-        return _preset("ddp", "auto: ddp, the simplest; only plans for GPUs are searched", world_size, device), False
+        return _preset("ddp", "auto: the simplest, on a CPU", world_size, device), False
     plan, why = choose(world_size)
     if plan is not None:
         return plan, True

@@ -1,0 +1,76 @@
+"""Training a described job on many machines: the plan for all of them, one run directory, one worker per rank."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shardwise.cli.follow import Follower
+from shardwise.cli.join import write_run_inputs
+from shardwise.launch import LaunchSpec, Module
+from shardwise.launch.nodes import join_run, node_facts
+from shardwise.launch.rounds import launch_nodes
+from shardwise.plan.toml import plan_to_toml
+from shardwise.run import create_run, share_run
+from shardwise.run.console import complain
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from shardwise.job import JobReference
+    from shardwise.launch import Launched
+    from shardwise.launch.nodes import NodesSpec
+    from shardwise.plan import Plan
+    from shardwise.run import RunDirectory
+
+PRELOAD = ("torch", "torch._dynamo")
+"""What every rank would import: torch, and what the first DDP brings in (800 modules, 1.5 s)."""
+
+
+def worker_spec(order: Mapping[str, Any], run: RunDirectory, *, nproc: int, max_restarts: int) -> LaunchSpec:
+    """Return what starts the workers of one machine, each with the same order and this run directory."""
+    text = msgspec.json.encode({**order, "run": str(run.path.resolve())}).decode()
+    worker = Module("shardwise.worker", (text,))
+    return LaunchSpec(target=worker, nproc=nproc, max_restarts=max_restarts, preload=PRELOAD)
+
+
+def train_on_nodes(
+    nodes: NodesSpec,
+    plan: Plan,
+    reference: JobReference,
+    order: Mapping[str, Any],
+    *,
+    nproc: int,
+    run_dir: Path | None,
+) -> tuple[Launched, RunDirectory, bool]:
+    """Take part in a training on many machines; return how it ended, where, and whether this is the first of them.
+
+    `plan` is for the most nodes; ranks refit it to those that are there.
+    """
+    for fewer in range(nodes.least, nodes.most):
+        plan.refit(fewer * nproc)  # refuses now what it would refuse when a node is lost
+    facts = {
+        **node_facts(nodes, reference.name),
+        "job file": reference.digest[:12],
+        "plan": hashlib.sha256(plan_to_toml(plan).encode()).hexdigest()[:12],
+    }
+
+    def make_run(named: Path | None) -> RunDirectory:
+        run = create_run(run_dir, reference.name) if named is None else share_run(run_dir or named)
+        if not run.plan.exists():  # else node 0 has written it to a disk that we share
+            write_run_inputs(run, reference, plan)
+        return run
+
+    with join_run(nodes, facts, make_run, complain) as (link, run):
+        spec = worker_spec(order, run, nproc=nproc, max_restarts=nodes.max_restarts)
+        is_first = link.node == 0
+        follower = Follower(run) if is_first else None
+        observers = [follower] if follower is not None else []
+        try:
+            return launch_nodes(spec, nodes, link, run, observers=observers, note=complain), run, is_first
+        finally:
+            if follower is not None:
+                follower.close()

@@ -1,0 +1,311 @@
+"""The rounds of one node: open the store, meet the others, run the ranks, report, and hear what follows."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from shardwise.environment import base_environment
+from shardwise.hardware import usable_cores
+from shardwise.launch.attempts import (
+    Launched,
+    LaunchSpec,
+    Place,
+    describe_lost_store,
+    find_failure,
+    start_ranks,
+    starter_for,
+)
+from shardwise.launch.channel import Channel
+from shardwise.launch.explain import end_of_log
+from shardwise.launch.meeting import PRELOAD
+from shardwise.launch.network import interface_of, listen, own_address
+from shardwise.launch.node_messages import (
+    Again,
+    Ended,
+    Failing,
+    Leaving,
+    Meet,
+    Met,
+    Opened,
+    Over,
+    Ready,
+    Stop,
+    rebased,
+)
+from shardwise.launch.orders import Assembly, StartMeeting
+from shardwise.launch.policy import Finish, GiveUp, RankExit
+from shardwise.launch.supervise import Observer, Outcome, caught_signals, supervise
+from shardwise.run.variables import write_variables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from shardwise.launch.link import Link
+    from shardwise.launch.nodes import NodesSpec
+    from shardwise.launch.processes import RankProcess
+    from shardwise.launch.starters import ForkStarter, Starter
+    from shardwise.run import RunDirectory
+
+_LOOK_S = 0.02
+_HUB_FIRST_S = 60.0
+"""By so much torch waits longer than the hub, which knows whom it missed."""
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+class _Ended(Exception):  # noqa: N818 - no error: the run is over for this node
+    """How the run ended for this node."""
+
+    def __init__(self, over: Over) -> None:
+        self.over = over
+
+
+def launch_nodes(
+    spec: LaunchSpec,
+    nodes: NodesSpec,
+    link: Link,
+    run: RunDirectory,
+    *,
+    observers: Sequence[Observer] = (),
+    placed: Callable[[range], None] = lambda _: None,
+    note: Callable[[str], None] = lambda _: None,
+    warm: ForkStarter | None = None,
+) -> Launched:
+    """Run the target on this node's ranks, round after round, until the hub or its loss ends the run.
+
+    `placed` hears which ranks are this node's, before each round starts them. Nothing is left running after.
+    """
+    environ = base_environment(local_world_size=spec.nproc, cores=usable_cores())
+    if link.node == 0 or not run.environment.exists():  # nodes may share a disk
+        write_variables(run, environ)
+    address = own_address(nodes.local_addr) if nodes.local_addr else link.own_address
+    spec = replace(spec, preload=(*spec.preload, PRELOAD) if spec.preload else ())
+    signals: list[int] = []
+    with caught_signals(signals), warm or starter_for(spec, environ, note) as starter:
+        node = _Node(spec, nodes, link, run, starter, environ, interface_of(address), signals, note)
+        try:
+            while True:
+                node.run_round(observers, placed)
+        except _Ended as end:
+            return _launched(end.over, node.restarts)
+
+
+def _launched(over: Over, restarts: int) -> Launched:
+    exits = rebased(over.exits)
+    outcome = Outcome(exits=exits, interrupted=over.interrupted, lost=over.lost, out_of_memory=over.out_of_memory)
+    decision = GiveUp(cause=over.cause) if over.failed else Finish(exit_code=over.exit_code)
+    return Launched(decision=decision, outcome=outcome, restarts=restarts)
+
+
+@dataclass
+class _Node:
+    """This node's side of a run; also what its supervisor knows of the other nodes."""
+
+    spec: LaunchSpec
+    nodes: NodesSpec
+    link: Link
+    run: RunDirectory
+    starter: Starter
+    environ: Mapping[str, str]
+    interface: str
+    """By which ranks of other nodes reach those of this one."""
+    signals: list[int]
+    """That came while no rank was running."""
+    note: Callable[[str], None]
+    round: int = 0
+    restarts: int = 0
+    meet: Meet | None = None
+    stop: Stop | None = None
+    over: Over | None = None
+    """The last of each that the hub said."""
+    meeting: RankProcess | None = None
+    has_greeted: bool = False
+    is_leaving: bool = False
+
+    def run_round(self, observers: Sequence[Observer], placed: Callable[[range], None]) -> None:
+        """Take part in one round, and return when the hub calls the next; _Ended when there is none."""
+        with self._store() as store:
+            meet = self._wait_for_meet(store)
+            self.round, self.restarts = meet.round, meet.restarts
+            try:
+                self._take_part(meet, store, observers, placed)
+            finally:
+                if self.meeting is not None:
+                    self.meeting.end()
+            while self.round == meet.round:
+                self._look()
+
+    def _take_part(
+        self,
+        meet: Meet,
+        store: RankProcess | None,
+        observers: Sequence[Observer],
+        placed: Callable[[range], None],
+    ) -> None:
+        assembly = self._assemble(meet)
+        if assembly is None:
+            self.link.send(Ended(meet.round, ()))
+        elif assembly.refusal:
+            self.link.send(Ended(meet.round, (), lost=f"the nodes did not meet ({assembly.refusal})"))
+        else:
+            self.link.send(Met(meet.round, assembly.nodes))
+            self._run_ranks(meet, assembly, store, observers, placed)
+
+    @property
+    def _stopped(self) -> Stop | None:
+        """The hub's word to stop this round, None when there is none."""
+        return self.stop if self.stop is not None and self.stop.round == self.round else None
+
+    def asked(self) -> int:
+        """Return the signal with which the other nodes want the ranks to stop."""
+        return self._stopped.signal if self._stopped else 0
+
+    def failing(self, exit_: RankExit) -> None:
+        """Tell the hub of a rank that ended badly."""
+        self.link.send(Failing(self.round, exit_.is_certain))
+
+    def leaving(self, number: int) -> None:
+        """Tell the hub of a signal to stop."""
+        self.link.send(Leaving(number))
+
+    @contextlib.contextmanager
+    def _store(self) -> Iterator[RankProcess | None]:
+        """Serve the store of this round if this is node 0, and say so."""
+        if self.link.node != 0:
+            if not self.has_greeted:
+                self.link.send(Ready())
+                self.has_greeted = True
+            yield None
+            return
+        # A fresh server on a fresh port for every round: keys of a dead round can mislead nobody.
+        with listen(self.link.hub_address, 0) as listener:
+            port = listener.getsockname()[1]
+            store = self.starter.start_store(listener)
+        try:
+            self.link.send(Opened(self.round, port))
+            yield store
+        finally:
+            store.end()
+
+    def _wait_for_meet(self, store: RankProcess | None) -> Meet:
+        while self.meet is None or self.meet.round < self.round:
+            self._look()
+            broken = self.starter.lost or (describe_lost_store(store) if store else "")
+            if broken:
+                raise _Ended(Over(failed=True, lost=broken))
+        meet, self.meet = self.meet, None
+        return meet
+
+    def _assemble(self, meet: Meet) -> Assembly | None:
+        """Meet the other nodes by torch's rendezvous; None when the hub calls it off."""
+        ours, theirs = socket.socketpair()
+        order = StartMeeting(
+            host=self.link.hub_address,
+            port=meet.port,
+            run_id=f"{self.nodes.run_id}.{meet.round}",
+            node=self.link.node,
+            nproc=self.spec.nproc,
+            least=meet.least,
+            most=meet.most,
+            join_s=self.nodes.join_s + _HUB_FIRST_S,
+            last_call_s=meet.last_call_s,
+            environ=dict(self.environ),
+        )
+        answer: Channel[Assembly] = Channel(ours, Assembly)
+        with theirs:
+            self.meeting = self.starter.start_meeting(order, theirs)
+        try:
+            while self._stopped is None and self.round == meet.round:
+                self._look()
+                with contextlib.suppress(TimeoutError):
+                    found = answer.receive(0)
+                    if found is None:
+                        return Assembly(refusal="its process ended")
+                    if found:
+                        return found[0]
+        finally:
+            answer.close()
+        return None
+
+    def _run_ranks(
+        self,
+        meet: Meet,
+        assembly: Assembly,
+        store: RankProcess | None,
+        observers: Sequence[Observer],
+        placed: Callable[[range], None],
+    ) -> None:
+        index = assembly.nodes.index(self.link.node)
+        first = sum(assembly.nprocs[:index])
+        place = Place(
+            world_size=sum(assembly.nprocs),
+            store_host=self.link.hub_address,
+            store_port=meet.port,
+            restarts=meet.restarts,
+            first_rank=first,
+            node=index,
+            num_nodes=len(assembly.nodes),
+            variables={name: self.interface for name in _INTERFACES if self.interface and name not in self.environ},
+        )
+        ranks = range(first, first + self.spec.nproc)
+        placed(ranks)
+        self.note(_describe(self.link.node, place, ranks, self.interface))
+        outcome = supervise(
+            start_ranks(self.spec, self.run, self.starter, place),
+            failure_of=partial(find_failure, self.run),
+            observers=observers,
+            lost=partial(self._lost, store),
+            elsewhere=self,
+            grace_s=self.spec.grace_s,
+        )
+        exits = tuple(replace(exit_, log=end_of_log(exit_, self.run)) for exit_ in outcome.exits)
+        broken = "" if self._stopped else outcome.lost
+        self.link.send(Ended(self.round, rebased(exits), broken, outcome.out_of_memory))
+
+    def _lost(self, store: RankProcess | None) -> str:
+        """Say what the ranks cannot go on without, here or elsewhere."""
+        self._listen()
+        if self._stopped and not self._stopped.signal:
+            return self._stopped.reason
+        return self.link.lost or self.starter.lost or (describe_lost_store(store) if store else "")
+
+    def _look(self) -> None:
+        """Wait a little and take in what is new; _Ended when there is nothing to wait for any more."""
+        time.sleep(_LOOK_S)
+        if self.signals:
+            if self.is_leaving:
+                raise KeyboardInterrupt
+            self.is_leaving = True
+            self.link.send(Leaving(self.signals.pop()))
+        lost = self.link.lost  # before the look at what it said last
+        self._listen()
+        if self.over is not None:
+            raise _Ended(self.over)
+        if lost:
+            raise _Ended(Over(failed=True, lost=lost))
+
+    def _listen(self) -> None:
+        """Take in what the hub said."""
+        for message in self.link.take():
+            match message:
+                case Meet():
+                    self.meet = message
+                case Stop():
+                    self.stop = message
+                case Again(round_):
+                    self.round = round_
+                case Over():
+                    self.over = message
+
+
+def _describe(node: int, place: Place, ranks: range, interface: str) -> str:
+    which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+    nodes = "alone" if place.num_nodes == 1 else f"one of {place.num_nodes}"
+    return (
+        f"shardwise: node {node}, {nodes}: {which} of {place.world_size};"
+        f" store at {place.store_host}:{place.store_port}; gloo and nccl on {interface or 'any interface'}"
+    )

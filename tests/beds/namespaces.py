@@ -1,0 +1,254 @@
+"""Hosts as namespaces: each with its own network, host name, processes, /etc/hosts, /tmp and /dev/shm, on one bridge.
+
+    with hosts(2, shared=tmp_path) as (a, b):
+        agent = b.popen(["python", "train.py"], cwd=tmp_path)
+        a.run(["ping", "-c", "1", b.address])
+        b.cut()
+
+Needs root and iproute2 (`why_not()` says what is missing). Everything hangs on processes that die with this one, so
+that nothing is left even when the test is killed.
+"""
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+RELAY = Path(__file__).with_name("relay.py")
+_INIT = "trap '' CHLD; exec sleep infinity"
+"""Process 1 of a host: the kernel reaps its orphans, as an init would."""
+
+
+def why_not():
+    """Say in one line why hosts cannot be made here; empty when they can."""
+    if os.geteuid() != 0:
+        return "hosts as namespaces need root"
+    missing = [name for name in ("ip", "unshare", "nsenter", "setpriv") if shutil.which(name) is None]
+    if missing:
+        return f"hosts as namespaces need {missing[0]}"
+    made = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)
+    return f"no namespaces here: {made.stderr.strip()}" if made.returncode else ""
+
+
+@dataclass
+class Guest:
+    """A program that runs on a host; `pid` is its own, as this side counts."""
+
+    outer: subprocess.Popen
+    pid: int
+
+    def send_signal(self, number):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def wait(self, timeout=None):
+        """Return its exit code; negative for a signal."""
+        return self.outer.wait(timeout)
+
+    def poll(self):
+        return self.outer.poll()
+
+
+@dataclass
+class Host:
+    """One host: `name` is its host name and, on every host, resolves to `address`, its interface is eth0."""
+
+    name: str
+    number: int
+    address: str
+    init: subprocess.Popen
+    switch: int
+    """Process that holds the namespace of the bridge."""
+    pid: int = 0
+    relay: subprocess.Popen | None = None
+    guests: list = field(default_factory=list)
+
+    @property
+    def port(self):
+        """This host's port of the bridge."""
+        return f"port{self.number}"
+
+    def command(self, words, cwd="/"):
+        """Return the words that run `words` on this host from outside."""
+        inner = f"cd {shlex.quote(str(cwd))} && exec {shlex.join(map(str, words))}"
+        return ["nsenter", "-t", str(self.pid), "--net", "--uts", "--pid", "--mount", "--", "sh", "-c", inner]
+
+    def run(self, words, *, cwd="/", timeout=60, check=True, **options):
+        """Run a program to its end and return it, its output captured."""
+        return subprocess.run(
+            self.command(words, cwd), capture_output=True, text=True, timeout=timeout, check=check, **options
+        )
+
+    def popen(self, words, *, cwd="/", **options):
+        """Start a program."""
+        outer = subprocess.Popen(self.command(words, cwd), **options)
+        children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children")
+        deadline = time.monotonic() + 10
+        while not (found := children.read_text().split()) and outer.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        guest = Guest(outer, int(found[0]) if found else outer.pid)
+        self.guests.append(guest)
+        return guest
+
+    def processes(self):
+        """Return pid -> command line of all that runs here but its init, zombies left out."""
+        space = Path(f"/proc/{self.pid}/ns/pid")
+        mine, found = (space.readlink() if space.exists() else None), {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and mine is not None and int(entry.name) != self.pid:
+                with contextlib.suppress(OSError):
+                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                    if (entry / "ns" / "pid").readlink() == mine and state != "Z":
+                        found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ").strip()
+        return found
+
+    def listening(self):
+        """Return the (address, port) pairs on which something listens here, IPv4 and IPv6."""
+        found = set()
+        for name in ("tcp", "tcp6"):
+            with contextlib.suppress(OSError):
+                rows = [line.split() for line in Path(f"/proc/{self.pid}/net/{name}").read_text().splitlines()[1:]]
+                found |= {_address(row[1]) for row in rows if row[3] == "0A"}
+        return found
+
+    def crash(self):
+        """Kill everything on this host at once; its sockets are closed by the kernel."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self.init.wait(20)
+        for guest in self.guests:
+            guest.outer.wait(20)
+
+    def power_off(self):
+        """Take the link away, then kill everything: nobody hears of it."""
+        self.cut()
+        self.crash()
+
+    def cut(self):
+        """Take the link away."""
+        _on(self.switch, "ip", "link", "set", self.port, "down")
+
+    def restore(self):
+        """Bring the link back."""
+        _on(self.switch, "ip", "link", "set", self.port, "up")
+
+    def limit(self, rate):
+        """Limit the link in both directions to a `rate` of tc, such as "200mbit"."""
+        shape = ["root", "tbf", "rate", rate, "burst", "128kb", "latency", "100ms"]
+        _on(self.switch, "tc", "qdisc", "replace", "dev", self.port, *shape)
+        _on(self.pid, "tc", "qdisc", "replace", "dev", "eth0", *shape)
+
+    def delay(self, milliseconds):
+        """Delay every packet of the link by so much in each direction; call it before anything is connected."""
+        _on(self.switch, "ip", "link", "del", self.port)
+        words = [sys.executable, RELAY, self.switch, self.port, self.pid, "eth0", milliseconds]
+        self.relay = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", *map(str, words)], stdout=subprocess.PIPE, text=True
+        )
+        assert self.relay.stdout.readline() == "ready\n"
+        _plug(self)
+
+
+@contextlib.contextmanager
+def hosts(count, *, shared=None, network="10.77.0"):
+    """Make `count` hosts, yield them, and remove them and all that runs there.
+
+    The folder `shared` is the same on all of them, as on a cluster with a file system of its own; /tmp is not. Their
+    addresses are `network`.1, .2 and so on.
+    """
+    with contextlib.ExitStack() as stack:
+        switch = _hold(stack, "--net")
+        _on(switch, "ip", "link", "add", "bridge0", "type", "bridge", "forward_delay", "0")
+        _on(switch, "ip", "link", "set", "bridge0", "up")
+        addresses = [f"{network}.{number + 1}" for number in range(count)]
+        yield [_make(stack, number, addresses, switch, shared) for number in range(count)]
+
+
+def _make(stack, number, addresses, switch, shared):
+    init = stack.enter_context(_process("--net", "--uts", "--pid", "--mount", "--mount-proc", "--fork", "--kill-child"))
+    host = Host(f"host{number}", number, addresses[number], init, switch)
+    stack.callback(_remove, host)
+    children = Path(f"/proc/{init.pid}/task/{init.pid}/children")
+    while not (found := children.read_text().split()):
+        time.sleep(0.002)
+    host.pid = int(found[0])
+    while Path(f"/proc/{host.pid}/comm").read_text() != "sleep\n":
+        time.sleep(0.002)
+    _on(switch, "ip", "link", "add", host.port, "type", "veth", "peer", "name", "eth0", "netns", str(host.pid))
+    _plug(host)
+    names = "\n".join(["127.0.0.1 localhost", *(f"{address} host{other}" for other, address in enumerate(addresses))])
+    folder = shlex.quote(str(shared))
+    script = [
+        "set -e",
+        f"hostname {host.name}",
+        "mount --make-rprivate /",
+        *([f"mount --bind {folder} /mnt"] if shared else []),
+        "mount -t tmpfs tmpfs /tmp",
+        "mount -t tmpfs tmpfs /dev/shm",
+        *([f"mkdir -p {folder}", f"mount --move /mnt {folder}"] if shared else []),
+        f"printf '%s\\n' {shlex.quote(names)} > /tmp/hosts",
+        ": > /tmp/resolv.conf",
+        "mount --bind /tmp/hosts /etc/hosts",
+        "mount --bind /tmp/resolv.conf /etc/resolv.conf",
+    ]
+    host.run(["sh", "-c", "\n".join(script)])
+    return host
+
+
+def _plug(host):
+    """Give the host its address, and its end of the link to the bridge."""
+    _on(host.switch, "ip", "link", "set", host.port, "master", "bridge0", "up")
+    for words in (
+        ("ip", "link", "set", "lo", "up"),
+        ("ip", "addr", "add", f"{host.address}/24", "dev", "eth0"),
+        ("ip", "link", "set", "eth0", "up"),
+    ):
+        _on(host.pid, *words)
+
+
+def _remove(host):
+    host.crash()
+    if host.relay is not None:
+        host.relay.kill()
+        host.relay.wait()
+        host.relay.stdout.close()
+
+
+def _hold(stack, *spaces):
+    """Start a process in namespaces of its own, and return its pid once it is there."""
+    holder = stack.enter_context(_process(*spaces))
+    while Path(f"/proc/{holder.pid}/comm").read_text() != "sleep\n":
+        time.sleep(0.002)
+    return holder.pid
+
+
+@contextlib.contextmanager
+def _process(*spaces):
+    words = ["setpriv", "--pdeathsig", "KILL", "unshare", *spaces, "sh", "-c", _INIT]
+    process = subprocess.Popen(words, stderr=subprocess.DEVNULL)  # unshare complains at its own end
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(20)
+
+
+def _on(pid, *words):
+    """Run a command of the network in the namespace of process `pid`."""
+    done = subprocess.run(["nsenter", "-t", str(pid), "--net", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (words, done.stderr)
+
+
+def _address(text):
+    """Read an address of /proc/net/tcp: words of four bytes in the machine's order."""
+    address, port = text.split(":")
+    raw = b"".join(bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8))
+    if len(raw) == 4:
+        return ".".join(map(str, raw)), int(port, 16)
+    return ":".join(raw[i : i + 2].hex() for i in range(0, 16, 2)), int(port, 16)

@@ -1,0 +1,53 @@
+"""What every node of a run would be told to run."""
+
+import shlex
+
+import pytest
+from click.testing import CliRunner
+
+from shardwise.cli.main import cli
+
+
+@pytest.fixture
+def dry_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+
+    def run(*words):
+        done = CliRunner().invoke(
+            cli, ["launch", *words, "--dry-run", "train.py", "--lr", "1 e"], standalone_mode=False
+        )
+        assert done.exception is None, done.exception
+        return done.output.splitlines()
+
+    return run
+
+
+def nodes_of(lines):
+    return [shlex.split(line) for line in lines if line.startswith("shardwise ")]
+
+
+def test_every_node_gets_the_same_words_but_its_rank(dry_run):
+    lines = dry_run("--nnodes=2", "--nproc=2", "--tee", "3", "--warm", "--rdzv_backend=c10d", "--rdzv_endpoint=a:29400")
+    first, second = nodes_of(lines)
+    assert [word for word in first if word not in second] == ["--node-rank=0"]
+    assert second[1:7] == [
+        *("launch", "--nnodes=2", "--node-rank=1", "--master-addr=a", "--master-port=29400", "--rdzv-id=none"),
+    ]
+    assert second[7:] == ["--nproc-per-node=2", "--tee=3", "--warm", "train.py", "--lr", "1 e"]
+
+
+def test_every_rank_is_shown_with_what_it_is_told(dry_run):
+    lines = dry_run("--nnodes=1:3", "--nproc=2", "--master_addr=a")
+    assert [line.split()[1] for line in lines if line.startswith("#   ")] == [f"RANK={rank}" for rank in range(6)]
+    assert [line for line in lines if line.startswith("# node")] == [
+        "# node 0",
+        "# node 1, which may be missing",
+        "# node 2, which may be missing",
+    ]
+
+
+def test_what_is_printed_prints_the_same_again(dry_run):
+    (node, _) = nodes_of(dry_run("--nnodes=2", "--nproc=2", "--max-restarts=3", "--master_addr=a"))
+    again = nodes_of(dry_run(*node[2 : node.index("train.py")]))
+    assert again[0] == node

@@ -1,0 +1,49 @@
+"""Hosts are read as written; what cannot be read is refused with its place."""
+
+import pytest
+
+from shardwise.errors import LaunchError
+from shardwise.launch.hosts import HostSpec, read_hosts
+
+
+def test_a_list_is_read_in_order():
+    assert read_hosts("a,me@b:8, [fe80::1%eth0]:2") == (
+        HostSpec(name="a"),
+        HostSpec(name="b", user="me", slots=8),
+        HostSpec(name="fe80::1%eth0", slots=2),
+    )
+
+
+def test_a_file_is_read_line_by_line(tmp_path):
+    (tmp_path / "hosts").write_text("# all\na:4\n\nb slots=8 port=2222 user=me  # new\n")
+    assert read_hosts(str(tmp_path / "hosts")) == (
+        HostSpec(name="a", slots=4),
+        HostSpec(name="b", user="me", port=2222, slots=8),
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("-oProxyCommand=x", "which is no host"),
+        ("a:b", "which is no host"),
+        ("a slots=none", "slots is 'none': use 1 to 4096"),
+        ("a port=99999", "port is '99999'"),
+        ("a 8", "has '8' after its host"),
+        ("a slot=8", "did you mean 'slots'"),
+        ("a:8 slots=8", "says slots twice"),
+        ("a:0", "slots of a is '0'"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named(tmp_path, line, sentence):
+    (tmp_path / "hosts").write_text(f"first\n{line}\n")
+    with pytest.raises(LaunchError) as refused:
+        read_hosts(str(tmp_path / "hosts"))
+    assert "line 2 of" in str(refused.value)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", ",", "a,,b", "a b"])
+def test_a_list_with_no_host_in_some_place_is_refused(text):
+    with pytest.raises(LaunchError):
+        read_hosts(text)

@@ -1,0 +1,126 @@
+"""The hub and its links over real sockets: who gets in, who is heard, who is missed."""
+
+import socket
+import time
+
+import pytest
+
+from shardwise.errors import LaunchError
+from shardwise.launch.hub import LOST_S, start_hub
+from shardwise.launch.link import _be_welcomed, join_hub
+from shardwise.launch.membership import Limits
+from shardwise.launch.network import listen
+from shardwise.launch.node_messages import Ended, FromHub, Hello, Meet, Met, Opened, Over, Ready
+from shardwise.launch.policy import RankExit
+from shardwise.launch.secret import PROTOCOL, Challenge
+from shardwise.launch.wire import Wire
+
+FACTS = {"shardwise": "1", "command": "train.py"}
+
+
+@pytest.fixture
+def port():
+    """A hub for two nodes; its port."""
+    with listen("127.0.0.1", 0) as listener:
+        number = listener.getsockname()[1]
+        hub = start_hub(listener, "secret", Limits(least=2, most=2, join_s=60), facts=FACTS, host="a", run="/run/of/a")
+    yield number
+    hub.end()
+
+
+def join(port, host="a", *, secret="secret", patience_s=5.0, **facts):
+    hello = Hello(host, None, {**FACTS, **facts}, is_host=host == "a")
+    return join_hub("127.0.0.1", port, secret, hello, patience_s=patience_s, note=lambda _: None)
+
+
+def heard(link, kind, seconds=5):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for message in link.take():
+            if isinstance(message, kind):
+                return message
+        time.sleep(0.01)
+    raise AssertionError(f"no {kind.__name__}; link: {link.lost or 'fine'}")
+
+
+def test_two_nodes_are_told_to_meet_and_hear_how_it_ended(port):
+    a, b = join(port), join(port, "b")
+    assert (a.node, b.node, b.run) == (0, 1, "/run/of/a")
+    a.send(Opened(0, 4000))
+    b.send(Ready())
+    assert heard(a, Meet) == heard(b, Meet)
+    for link in (a, b):
+        link.send(Met(0, (0, 1)))
+        link.send(Ended(0, (RankExit(rank=link.node, returncode=0, at=0.0),)))
+    assert heard(a, Over) == heard(b, Over) == Over()
+    a.close()
+    b.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"secret": "other"}, "has another secret: use the same SHARDWISE_SECRET and --rdzv-id"),
+        ({"command": "other.py"}, "b has command 'other.py', node 0 (a) has 'train.py'"),
+    ],
+)
+def test_one_that_does_not_belong_is_refused(port, options, words):
+    with pytest.raises(LaunchError, match=words.replace("(", r"\(").replace(")", r"\)")):
+        join(port, "b", **options)
+
+
+def test_node_that_hangs_up_is_missed_at_once(port):
+    a, b = join(port), join(port, "b")
+    b.send(Ready())
+    a.send(Opened(0, 4000))
+    heard(b, Meet)
+    for link in (a, b):
+        link.send(Met(0, (0, 1)))
+    time.sleep(0.3)
+    b.close()
+    a.send(Ended(0, (RankExit(rank=0, returncode=-15, stopped=True, at=0.0),)))
+    assert heard(a, Over, 2).lost.startswith("node 1 (b) is lost: its connection closed")
+    a.close()
+
+
+def test_strangers_that_mumble_or_say_nothing_are_hung_up_on(port):
+    with (
+        socket.create_connection(("127.0.0.1", port)) as mumbling,
+        socket.create_connection(("127.0.0.1", port)) as mute,
+    ):
+        mumbling.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        mumbling.settimeout(3)
+        while mumbling.recv(4096):
+            pass
+        mute.settimeout(LOST_S + 3)
+        begun = time.monotonic()
+        while mute.recv(4096):
+            pass
+        assert time.monotonic() - begun < LOST_S + 2
+    assert join(port).node == 0  # and it still serves
+
+
+def test_endless_line_of_a_stranger_is_not_kept(port):
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.settimeout(3)
+        with pytest.raises(ConnectionError):
+            stranger.sendall(b"x" * (64 << 20))
+
+
+def test_hub_that_speaks_another_language_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(5)
+        client = socket.create_connection(server.getsockname())
+        end, _ = server.accept()
+        Wire(end, FromHub).push(Challenge("nonce", PROTOCOL + 1, "9.9"))
+        with pytest.raises(LaunchError, match=r"it has shardwise '9\.9', b has '1'"):
+            _be_welcomed(Wire(client, FromHub), "here", "secret", Hello("b", None, FACTS))
+        client.close()
+        end.close()
+
+
+def test_nobody_at_the_endpoint_is_said_after_the_time_that_was_given():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        with pytest.raises(LaunchError, match=r"node 0 did not answer at 127\.0\.0\.1:"):
+            join(unused.getsockname()[1], "b", patience_s=0.2)
