@@ -20,6 +20,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
+
 RELAY = Path(__file__).with_name("relay.py")
 _INIT = "trap '' CHLD; exec sleep infinity"
 """Process 1 of a host: the kernel reaps its orphans, as an init would."""
@@ -183,15 +185,18 @@ def _make(stack, number, addresses, switch, shared):
     _on(switch, "ip", "link", "add", host.port, "type", "veth", "peer", "name", "eth0", "netns", str(host.pid))
     _plug(host)
     names = "\n".join(["127.0.0.1 localhost", *(f"{address} host{other}" for other, address in enumerate(addresses))])
-    folder = shlex.quote(str(shared))
+    kept = [shared] if shared else []
+    if ROOT.is_relative_to("/tmp"):
+        kept.append(ROOT)  # a checkout below what becomes the host's own /tmp
+    places = [(shlex.quote(str(folder)), place) for folder, place in zip(kept, ("/mnt", "/media"), strict=False)]
     script = [
         "set -e",
         f"hostname {host.name}",
         "mount --make-rprivate /",
-        *([f"mount --bind {folder} /mnt"] if shared else []),
+        *(f"mount --bind {folder} {place}" for folder, place in places),
         "mount -t tmpfs tmpfs /tmp",
         "mount -t tmpfs tmpfs /dev/shm",
-        *([f"mkdir -p {folder}", f"mount --move /mnt {folder}"] if shared else []),
+        *(f"mkdir -p {folder} && mount --move {place} {folder}" for folder, place in places),
         f"printf '%s\\n' {shlex.quote(names)} > /tmp/hosts",
         ": > /tmp/resolv.conf",
         "mount --bind /tmp/hosts /etc/hosts",

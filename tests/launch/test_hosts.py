@@ -2,6 +2,7 @@
 
 import pytest
 
+from shardwise.cli.main import main
 from shardwise.errors import LaunchError
 from shardwise.launch.hosts import HostSpec, read_hosts
 
@@ -47,3 +48,18 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path, line, sentence):
 def test_a_list_with_no_host_in_some_place_is_refused(text):
     with pytest.raises(LaunchError):
         read_hosts(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--hosts", "a:4,b:8"], "4 ranks on a and 8 on b"),
+        (["--hosts", "a,b:8", "--nproc", "2"], "2 ranks on a and 8 on b"),
+        (["--hosts", "a,b:2"], "1 ranks on a and 2 on b"),
+    ],
+)
+def test_train_refuses_hosts_of_different_size_before_it_asks_them(capsys, words, sentence):
+    assert main(["train", *words, "job.py"]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "on every host" in said

@@ -10,7 +10,7 @@ from shardwise.launch.hub import LOST_S, start_hub
 from shardwise.launch.link import _be_welcomed, join_hub
 from shardwise.launch.membership import Limits
 from shardwise.launch.network import listen
-from shardwise.launch.node_messages import Ended, FromHub, Hello, Meet, Met, Opened, Over, Ready
+from shardwise.launch.node_messages import Ended, FromHub, Hello, Leaving, Meet, Met, Opened, Over, Ready
 from shardwise.launch.policy import RankExit
 from shardwise.launch.secret import PROTOCOL, Challenge
 from shardwise.launch.wire import Wire
@@ -98,6 +98,39 @@ def test_strangers_that_mumble_or_say_nothing_are_hung_up_on(port):
             pass
         assert time.monotonic() - begun < LOST_S + 2
     assert join(port).node == 0  # and it still serves
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"type":"proof","mac":"é","nonce":"a"}'.encode(),
+        b'{"type":"proof","mac":"\xff","nonce":"a"}',
+        b'{"type":"beat","x":' + b"[" * 1900,
+    ],
+    ids=["not ASCII", "not UTF-8", "nested"],
+)
+def test_line_of_a_stranger_cannot_end_the_hub(port, line):
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.settimeout(3)
+        stranger.sendall(line + b"\n")
+        while stranger.recv(4096):
+            pass
+    a = join(port)
+    assert a.node == 0
+    a.close()
+
+
+def test_node_that_leaves_by_a_signal_there_is_not_is_hung_up_on(port):
+    a, b = join(port), join(port, "b")
+    b.send(Leaving(99))
+    deadline = time.monotonic() + 3
+    while not b.lost and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "closed its connection" in b.lost
+    again = join(port, "b")
+    assert (again.node, a.lost) == (1, "")
+    for link in (a, b, again):
+        link.close()
 
 
 def test_endless_line_of_a_stranger_is_not_kept(port):

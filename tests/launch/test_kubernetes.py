@@ -138,6 +138,15 @@ def test_manifests_go_into_a_file(capsys, tmp_path):
     assert [document["kind"] for document in yaml.safe_load_all(path.read_text())] == ["Secret", "Service", "Job"]
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_file_with_the_secret_is_its_owners_alone(tmp_path, is_there):
+    path = tmp_path / "job.yaml"
+    if is_there:
+        path.touch(mode=0o644)
+    assert main(["launch", "--kubernetes", f"image=i,to={path}", "train.py"]) == 0
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [

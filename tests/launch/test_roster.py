@@ -221,6 +221,74 @@ def test_node_that_leaves_an_elastic_run_lets_the_others_go_on():
     assert run.took(Again) == {0: Again(1)}
 
 
+def test_number_of_a_node_that_was_let_go_is_taken_until_it_hangs_up():
+    run = running(1, 3, 2)
+    run.hear(1, Leaving(signal.SIGTERM))
+    for node in (0, 1):
+        end(run, node, 0, exit_of(node, 75, stopped=True))
+    assert set(run.took(Over)) == {1}
+    assert "which b is already" in run.join("c", 1).fact
+    assert run.join("c") == 2
+    run.roster.lose(1, "its connection closed", run.now)
+    assert run.join("d") == 1
+    run.hear(0, Opened(1, 4001))
+    assert set(run.took(Meet)) == {0, 1, 2}
+
+
+def test_script_that_has_finished_does_not_run_again_because_a_node_joins():
+    run = running(1, 3, 2)
+    run.join("c")
+    run.later(GATHER_S)
+    assert set(run.took(Stop)) == {0, 1}
+    end(run, 0, 0, exit_of(0))
+    end(run, 1, 0, exit_of(1))
+    assert run.took(Over)[0] == Over()
+
+
+def test_script_that_saved_and_left_with_zero_when_asked_runs_again():
+    run = running(1, 2, 1)
+    run.join("b")
+    run.later(GATHER_S)
+    end(run, 0, 0, exit_of(0, 0, stopped=True))
+    assert set(run.took(Again)) == {0, 1}
+
+
+def test_nobody_is_asked_to_stop_for_a_newcomer_once_ranks_have_ended():
+    run = running(1, 3, 2)
+    end(run, 1, 0, exit_of(1))
+    run.join("c")
+    run.later(GATHER_S)
+    assert run.took(Stop) == {}
+    end(run, 0, 0, exit_of(0))
+    assert run.took(Over)[0] == Over()
+
+
+def test_loss_of_a_node_whose_ranks_are_done_does_not_harm_the_run():
+    run = running(2, 2, 2)
+    end(run, 1, 0, exit_of(1))
+    run.roster.lose(1, "its connection closed", run.now)
+    assert run.took(Stop) == {}
+    end(run, 0, 0, exit_of(0))
+    assert run.took(Over)[0] == Over()
+
+
+def test_round_is_not_finished_by_some_of_its_nodes():
+    run = running(1, 2, 2)
+    run.hear(1, Leaving(signal.SIGTERM))
+    run.roster.lose(1, "its connection closed", run.now)
+    end(run, 0, 0, exit_of(0))
+    assert run.took(Again) == {0: Again(1)}
+
+
+def test_round_whose_ranks_never_started_everywhere_is_not_finished():
+    run = running(1, 3, 3)
+    run.hear(2, Leaving(signal.SIGTERM))
+    end(run, 0, 0, exit_of(0))
+    end(run, 1, 0)
+    end(run, 2, 0, exit_of(1))
+    assert run.took(Again) == {0: Again(1), 1: Again(1)}
+
+
 @pytest.mark.parametrize(("least", "node"), [(2, 1), (1, 0)], ids=["too few left", "node 0"])
 def test_stop_of_a_node_that_is_needed_stops_the_run(least, node):
     run = running(least, 2, 2)

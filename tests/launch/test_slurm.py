@@ -6,6 +6,7 @@ import pytest
 
 from shardwise.cli.main import main
 from shardwise.errors import LaunchError
+from shardwise.launch import slurm_submit
 from shardwise.launch.slurm import BatchSpec, batch_script, gpus_per_node, read_directives, settle_nproc
 from shardwise.launch.slurm_job import nodes_of_allocation, nodes_of_step
 
@@ -207,3 +208,12 @@ def test_dry_run_in_an_allocation_shows_the_step(folder, monkeypatch, capfd):
     shown = capfd.readouterr().out
     assert shown.startswith("srun --nodes=3 --ntasks=3 --ntasks-per-node=1 ")
     assert shown.endswith("launch --nproc-per-node=2 train.py\n")
+
+
+def test_a_queued_job_is_kept_when_squeue_does_not_answer(tmp_path, monkeypatch):
+    for name, line in {"sbatch": "echo '77;cluster'", "squeue": "exec sleep 60"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(slurm_submit, "_PATIENCE_S", 0.5)
+    assert slurm_submit.submit(tmp_path / "script") == "77"

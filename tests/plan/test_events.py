@@ -4,6 +4,7 @@ from shardwise.layout import Layout
 from shardwise.plan import Pipeline, Plan
 from shardwise.plan.cost.events import Span, Task, pipeline_turns, run_pipeline, run_streams
 from shardwise.plan.cost.pipeline_time import pipeline_floor, pipeline_span, pipeline_spans
+from shardwise.plan.cost.stages import Turns, stages_per_rank
 
 SCHEDULES = ("gpipe", "1f1b", "looped_bfs", "interleaved_1f1b")
 
@@ -92,3 +93,20 @@ def test_turns_that_wait_for_each_other_are_noticed():
     turns = [pipeline_turns("1f1b", rank, pp=2, chunks=1, micro_batches=2)[::-1] for rank in range(2)]
     with pytest.raises(AssertionError, match="wait for each other"):
         run_pipeline(turns, [1, 1], [1, 1], lambda _: 0.0)
+
+
+@pytest.mark.parametrize("pp", range(2, 7))
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved_1f1b"])
+def test_micro_batches_in_flight_are_those_of_the_schedule(schedule, pp):
+    chunks = stages_per_rank(schedule, pp)
+    for number in range(pp, 4 * pp):
+        if schedule == "interleaved_1f1b" and number % max(1, number // pp):
+            continue  # torch refuses it
+        turns = Turns(pp, schedule, number, chunks)
+        for rank in range(pp):
+            held = 0
+            most = 0
+            for turn in pipeline_turns(schedule, rank, pp=pp, chunks=chunks, micro_batches=number):
+                held += 1 if turn.kind == "F" else -1
+                most = max(most, held)
+            assert sum(turns.in_flight(rank, chunk) for chunk in range(chunks)) == most, (number, rank)

@@ -60,6 +60,9 @@ def _on_hosts(context: click.Context, grace_s: float, *, dry_run: bool) -> int:
     if most != len(hosts):
         raise LaunchError(f"--nnodes {most} and --hosts names {len(hosts)}", fix=f"use --nnodes {len(hosts)}")
 
+    if "job" in context.params:
+        _refuse_unequal(hosts, context.params["nproc"] or 1)
+
     def words_of(meeting: Meeting) -> list[list[str]]:
         nodes = _nodes(context, (least, most), meeting.address, meeting.port)
         return [node_words(context, nodes, rank, host.slots) for rank, host in enumerate(hosts)]
@@ -80,6 +83,18 @@ def _on_hosts(context: click.Context, grace_s: float, *, dry_run: bool) -> int:
         show=_show,
         note=complain,
     )
+
+
+def _refuse_unequal(hosts: Sequence[HostSpec], usual: int) -> None:
+    """Refuse hosts of different size: each node settles the plan for its own ranks times the number of nodes."""
+    slots = [host.slots or usual for host in hosts]
+    for host, number in zip(hosts, slots, strict=True):
+        if number != slots[0]:
+            raise LaunchError(
+                f"train --hosts has {slots[0]} ranks on {hosts[0].name} and {number} on {host.name}, and a plan is for"
+                " as many on every host",
+                fix=f"use {min(slots)} on every host",
+            )
 
 
 def _describe(hosts: Sequence[HostSpec], words_of: Callable[[Meeting], list[list[str]]], params: dict[str, Any]) -> str:
@@ -117,11 +132,19 @@ def _on_kubernetes(context: click.Context, grace_s: float) -> int:
     rest = [word if word == f"--node-rank={POD_INDEX}" else word.replace("$", "$$") for word in rest]
     text = to_yaml(manifests(spec, [verb, f"--local-addr={POD_IP}", *rest], num_nodes=most, grace_s=grace_s))
     if spec.to:
-        Path(spec.to).write_text(text)
+        _write_private(Path(spec.to), text)
         complain(f"shardwise: {spec.to} is written: kubectl apply -f {spec.to}")
     else:
         say(text.rstrip("\n"))
     return 0
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read, since the run's secret is in it."""
+    path.touch(mode=0o600)
+    if path.is_file():  # one that was there keeps its mode otherwise; a device is not ours to change
+        path.chmod(0o600)
+    path.write_text(text)
 
 
 def _nodes(context: click.Context, nodes: tuple[int, int], host: str, port: int) -> NodesSpec:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shardwise.environment import adopt
+from shardwise.environment import adopt, variables
 from shardwise.launch.channel import Channel
 from shardwise.launch.orders import Assembly, StartMeeting
 from shardwise.launch.processes import die_with_parent
@@ -78,4 +78,5 @@ def _meet(order: StartMeeting) -> Assembly:
 
 if __name__ == "__main__":
     text, end, launcher = sys.argv[1:4]
-    meeting_work(msgspec.json.decode(text, type=StartMeeting), int(end), int(launcher))()
+    order = msgspec.structs.replace(msgspec.json.decode(text, type=StartMeeting), environ=variables(""))
+    meeting_work(order, int(end), int(launcher))()

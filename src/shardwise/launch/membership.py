@@ -45,6 +45,13 @@ class RoundStatus:
     """Signal by which somebody asked the whole run to stop."""
     reshaping: bool = False
     """The ranks were asked to stop because a node joins or leaves."""
+    complete: bool = False
+    """Every node of the round has told how its ranks ended, also those that are gone."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the script ran to its end on all ranks: then no loss, and no node that joins or leaves, matters."""
+        return self.complete and all(exit_.returncode == 0 and not exit_.stopped for exit_ in self.exits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +75,7 @@ class EndRun:
 
 def decide_round(status: RoundStatus, limits: Limits, restarts: int) -> NextRound | EndRun:
     """Say what follows a round."""
-    if status.interrupted:
+    if status.interrupted or status.is_done:
         saved = any(exit_.returncode == PREEMPTED for exit_ in status.exits)
         return EndRun(exit_code=PREEMPTED if saved else 0)
     if status.gone or status.broken:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from signal import Signals  # noqa: TC003 - read at run time by msgspec
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -85,7 +86,7 @@ class Failing(msgspec.Struct, frozen=True, tag="failing"):
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     """This node's launcher was told by a signal to stop."""
 
-    signal: int
+    signal: Signals
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):

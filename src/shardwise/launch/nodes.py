@@ -108,8 +108,9 @@ def _hub_listener(nodes: NodesSpec) -> socket.socket | None:
     if nodes.node_rank is None:
         if not any(is_own(address) for address in resolve(nodes.host, nodes.port)):
             return None
+        address = listening_address(nodes.host, nodes.port, nodes.local_addr)
         with contextlib.suppress(LaunchError):  # another node of this machine was faster
-            return listen(listening_address(nodes.host, nodes.port, ""), nodes.port)
+            return listen(address, nodes.port)
         return None
     if nodes.node_rank > 0:
         return None

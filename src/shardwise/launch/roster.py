@@ -62,7 +62,8 @@ class _Round:
     number: int
     port: int = 0
     """Of its store; 0 until that is open."""
-    has_met: bool = False
+    nodes: tuple[int, ...] = ()
+    """That met; none until they have."""
     is_settled: bool = False
     """Its nodes are known, so that a newcomer waits for the next."""
     is_stopping: bool = False
@@ -77,6 +78,10 @@ class _Round:
     gone: list[str] = field(default_factory=list)
     ends: list[tuple[str, Ended]] = field(default_factory=list)
     """Place of a node, and how its ranks ended."""
+
+    @property
+    def has_met(self) -> bool:
+        return bool(self.nodes)
 
     def stop(self, reason: str, at: float) -> None:
         """Have the ranks stopped at this time, unless they are earlier."""
@@ -93,6 +98,8 @@ class _Round:
             had_met=had_met,
             interrupted=self.interrupted,
             reshaping=self.is_reshaping,
+            # One that was stopped before it met the others has no exits to tell of.
+            complete=self.has_met and len(self.nodes) == sum(bool(ended.exits) for _, ended in self.ends),
         )
 
 
@@ -105,6 +112,8 @@ class Roster:
         self._limits = limits
         self._facts, self._host, self._run = facts, host, run
         self._members: dict[int, _Member] = {}
+        self._dismissed: dict[int, str] = {}
+        """Hosts of nodes that were let go and have not hung up yet: until then their numbers are taken."""
         self._out: list[tuple[int, msgspec.Struct]] = []
         self._round = _Round(0)
         self._restarts = 0
@@ -121,7 +130,7 @@ class Roster:
         """Welcome a newcomer and return which node it is, or say why it is none."""
         if self.is_over:
             return Refused("the run is over", "start it again on all nodes")
-        taken = {node: member.host for node, member in self._members.items()}
+        taken = {**self._dismissed, **{node: member.host for node, member in self._members.items()}}
         node = place_node(hello, self._facts, taken, self._limits.most, self._host)
         if isinstance(node, Refused):
             self._tell(0, Note(f"refused a node: {node.fact}"))
@@ -157,6 +166,7 @@ class Roster:
 
     def lose(self, node: int, how: str, now: float) -> None:
         """Take note that a node is gone; `how` says what was seen of it."""
+        self._dismissed.pop(node, None)
         member = self._members.pop(node, None)
         if member is None or self.is_over:
             return
@@ -168,8 +178,9 @@ class Roster:
             self._note(lost)
         if member.in_round and not member.is_leaving:
             self._round.gone.append(lost)
-            self._round.stop(f"{member.place} is lost", now)
-            self.tick(now)
+            if member.ended is None:  # else nobody waits for its ranks any more
+                self._round.stop(f"{member.place} is lost", now)
+                self.tick(now)
         self._conclude_if_done()
 
     def tick(self, now: float) -> None:
@@ -189,7 +200,7 @@ class Roster:
 
     def _grow(self) -> None:
         joining = [member.place for member in self._ready() if not member.in_round]
-        if joining and not self._round.is_stopping and not self._round.is_reshaping:
+        if joining and not (self._round.ends or self._round.is_stopping or self._round.is_reshaping):
             self._round.is_reshaping = True
             self._note(f"{' and '.join(joining)} can start: all ranks are asked to save and stop")
             self._ask_to_stop("a node joins", signal.SIGTERM)
@@ -215,7 +226,7 @@ class Roster:
     def _take_round(self, nodes: tuple[int, ...], now: float) -> None:
         if self._round.has_met:
             return
-        self._round.has_met = True
+        self._round.nodes = nodes
         for member in self._members.values():
             member.in_round = member.node in nodes
         missing = [node for node in nodes if node not in self._members]
@@ -278,6 +289,7 @@ class Roster:
         saved = any(exit_.returncode == PREEMPTED for exit_ in exits)
         self._tell(member.node, Over(exit_code=PREEMPTED if saved else 0, interrupted=member.is_leaving))
         del self._members[member.node]
+        self._dismissed[member.node] = member.host
 
     def _end(self, decision: EndRun) -> None:
         for node in self._members:

@@ -7,6 +7,7 @@ import socket
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from signal import Signals
 from typing import TYPE_CHECKING
 
 from shardwise.environment import base_environment
@@ -169,8 +170,9 @@ class _Node:
         self.link.send(Failing(self.round, exit_.is_certain))
 
     def leaving(self, number: int) -> None:
-        """Tell the hub of a signal to stop."""
-        self.link.send(Leaving(number))
+        """Tell the hub of a signal to stop; the next that comes while no rank runs is the second."""
+        self.is_leaving = True
+        self.link.send(Leaving(Signals(number)))
 
     @contextlib.contextmanager
     def _store(self) -> Iterator[RankProcess | None]:
@@ -279,8 +281,7 @@ class _Node:
         if self.signals:
             if self.is_leaving:
                 raise KeyboardInterrupt
-            self.is_leaving = True
-            self.link.send(Leaving(self.signals.pop()))
+            self.leaving(self.signals.pop())
         lost = self.link.lost  # before the look at what it said last
         self._listen()
         if self.over is not None:

@@ -38,4 +38,4 @@ def prove(secret: str, role: str, challenge: str, own: str) -> str:
 
 def is_proof(mac: str, secret: str, role: str, challenge: str, own: str) -> bool:
     """Return whether `mac` answers `challenge`."""
-    return hmac.compare_digest(mac, prove(secret, role, challenge, own))
+    return hmac.compare_digest(mac.encode(), prove(secret, role, challenge, own).encode())

@@ -44,9 +44,11 @@ def _why_it_waits(job: str) -> str:
     """Return the reason why a job waits in SLURM's word, once its scheduler has looked at it; empty when unknown."""
     deadline = time.monotonic() + _LOOK_S
     while time.monotonic() < deadline:
-        state, _, reason = (
-            _slurm("squeue", "--noheader", f"--jobs={job}", "--format=%T %r").stdout.strip().partition(" ")
-        )
+        try:
+            found = _slurm("squeue", "--noheader", f"--jobs={job}", "--format=%T %r")
+        except LaunchError:
+            return ""  # the job is queued, whether squeue answers or not
+        state, _, reason = found.stdout.strip().partition(" ")
         if state != "PENDING" or reason != "None":
             return reason
         time.sleep(0.1)

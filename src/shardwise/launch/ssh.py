@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from shardwise.launch.ssh_checks import Meeting, find_here, find_meeting, look_at_all
-from shardwise.launch.ssh_messages import Signal, Start
+from shardwise.launch.ssh_messages import Start
 from shardwise.launch.ssh_session import Session, Sessions
 from shardwise.launch.supervise import caught_signals
 from shardwise.run.exitcodes import INTERRUPTED, JOB_FAILED, describe_exit
@@ -51,28 +51,21 @@ def launch_on_hosts(
             note(f"shardwise: {len(hosts)} hosts checked; they meet at {meeting.address}:{meeting.port}")
         for session, words in zip(opened, node_words(meeting), strict=True):
             session.send(Start(list(words), dict(variables), grace_s + _MARGIN_S))
-        was_asked = _follow(sessions, least, grace_s, show, note)
-        return _exit_code([session.process.poll() for session in opened], was_asked=was_asked)
+        _follow(sessions, least, grace_s, show, note)
+        return _exit_code([session.process.poll() for session in opened], was_asked=sessions.was_asked)
 
 
 def _follow(
     sessions: Sessions, least: int, grace_s: float, show: Callable[[int, bytes], None], note: Callable[[str], None]
-) -> bool:
-    """Show what nodes write and pass signals on until all have ended; return whether a signal came."""
-    signals: list[int] = []
-    was_asked = False
+) -> None:
+    """Show what nodes write and have signals passed on until all have ended."""
     ended: set[Session] = set()
     hang_up_at = kill_at = float("inf")
     width = max(len(session.name) for session in sessions.all)
-    with caught_signals(signals):
+    with caught_signals(sessions.signals):
         while running := sessions.running:
             for session, stream, line in sessions.hear(0.2):
                 show(stream, f"[{session.name:{width}}] ".encode() + line + b"\n")
-            while signals:
-                number = signals.pop(0)
-                was_asked = True
-                for session in running:
-                    session.send(Signal(number))
             for session in set(sessions.all) - ended - set(running):
                 ended.add(session)
                 code = session.process.poll()
@@ -86,8 +79,7 @@ def _follow(
                     session.hang_up()
                 hang_up_at, kill_at = float("inf"), min(kill_at, now + grace_s + 2 * _MARGIN_S)
             if now > kill_at:
-                return was_asked  # leaving the context kills what is left
-    return was_asked
+                return  # leaving the context kills what is left
 
 
 def _exit_code(codes: Sequence[int | None], *, was_asked: bool) -> int:

@@ -8,6 +8,7 @@ import selectors
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from functools import partial
@@ -17,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Self, cast
 import msgspec
 
 from shardwise.launch.processes import die_with_parent
-from shardwise.launch.ssh_messages import BEAT_S, MARK, Beat, Order, Reply
+from shardwise.launch.ssh_messages import BEAT_S, MARK, Beat, Order, Reply, Signal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -36,6 +37,7 @@ _SSH = (
     *("-o", "ClearAllForwardings=yes", "-o", "RemoteCommand=none"),  # whatever the user's file says for shells
 )
 _PATIENCE_S = 2.0
+_LOOK_S = 0.1
 
 
 def ssh_words(host: HostSpec) -> list[str]:
@@ -73,6 +75,7 @@ class Session:
             preexec_fn=None if is_here else partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - one thread
         )
         self._orders = cast("IO[bytes]", self.process.stdin)
+        self._turn = threading.Lock()
         self.said: deque[str] = deque(maxlen=20)
         """The last lines of its stderr."""
         self._rests = [b"", b""]
@@ -88,14 +91,14 @@ class Session:
         return cast("IO[bytes]", self.process.stdout), cast("IO[bytes]", self.process.stderr)
 
     def send(self, order: Order) -> None:
-        """Send an order; one that is gone is noticed elsewhere."""
-        with contextlib.suppress(OSError, ValueError):  # it ended, or we hung up
+        """Send an order, from any thread; one that is gone is noticed elsewhere."""
+        with self._turn, contextlib.suppress(OSError, ValueError):  # it ended, or we hung up
             self._orders.write(msgspec.json.encode(order) + b"\n")
             self._orders.flush()
 
     def hang_up(self) -> None:
         """Close the guard's stdin, which has it stop its node."""
-        with contextlib.suppress(OSError):
+        with self._turn, contextlib.suppress(OSError):
             self._orders.close()
 
     def read(self, stream: int) -> list[bytes] | None:
@@ -112,12 +115,21 @@ class Session:
 
 
 class Sessions:
-    """All sessions of one launch; leaving the context ends them."""
+    """All sessions of one launch; leaving the context ends them.
+
+    Within it, beats and signals go out from a thread of their own: whoever shows the output may have to wait for a
+    pager or a terminal that stands still, and guards would take that for the launcher's death.
+    """
 
     def __init__(self, sessions: Iterable[Session]) -> None:
         self.all = list(sessions)
         self._selector = selectors.DefaultSelector()
-        self._next_beat = 0.0
+        self.signals: list[int] = []
+        """Signals that came; each is taken from here and passed on to every guard."""
+        self.was_asked = False
+        """Whether a signal was passed on."""
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._keep_in_touch, name="beats", daemon=True)
         for session in self.all:
             for number, stream in enumerate(session.streams):
                 self._selector.register(stream, selectors.EVENT_READ, (session, number))
@@ -129,13 +141,9 @@ class Sessions:
         return [session for session in self.all if session in open_ or session.process.poll() is None]
 
     def hear(self, timeout_s: float) -> list[tuple[Session, int, bytes]]:
-        """Return (session, stream, line) of what came, waiting up to `timeout_s`; beats are sent meanwhile."""
-        if time.monotonic() >= self._next_beat:
-            self._next_beat = time.monotonic() + BEAT_S
-            for session in self.all:
-                session.send(Beat())
+        """Return (session, stream, line) of what came, waiting up to `timeout_s`."""
         heard = []
-        for key, _ in self._selector.select(min(timeout_s, BEAT_S / 2)):
+        for key, _ in self._selector.select(timeout_s):
             session, stream = key.data
             lines = session.read(stream)
             if lines is None:
@@ -159,12 +167,30 @@ class Sessions:
             asked &= set(self.running) | set(replies)
         return replies
 
+    def _keep_in_touch(self) -> None:
+        next_beat = 0.0
+        while not self._closing.is_set():
+            orders: list[Order] = []
+            while self.signals:
+                self.was_asked = True
+                orders.append(Signal(self.signals.pop(0)))
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + BEAT_S
+                orders.append(Beat())
+            for session in self.all:
+                for order in orders:
+                    session.send(order)
+            self._closing.wait(_LOOK_S)
+
     def __enter__(self) -> Self:
+        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._closing.set()
+        self._thread.join(_PATIENCE_S)
         for session in self.all:
             session.hang_up()
         deadline = time.monotonic() + _PATIENCE_S

@@ -90,9 +90,11 @@ class PlainStarter:
 
     def start_meeting(self, order: StartMeeting, answer: socket.socket) -> RankProcess:
         """Start a process that meets the other nodes; it imports torch first."""
-        words = [msgspec.json.encode(order).decode(), str(answer.fileno()), str(os.getpid())]
+        # The environment is handed over as one: command lines can be read by every user of the machine.
+        bare = msgspec.structs.replace(order, environ={})
+        words = [msgspec.json.encode(bare).decode(), str(answer.fileno()), str(os.getpid())]
         argv = [sys.executable, "-m", "shardwise.launch.meeting", *words]
-        popen = subprocess.Popen(argv, pass_fds=[answer.fileno()], process_group=0)
+        popen = subprocess.Popen(argv, env=order.environ, pass_fds=[answer.fileno()], process_group=0)
         return RankProcess(MEETING, popen.pid, popen)
 
 

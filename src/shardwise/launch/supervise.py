@@ -15,7 +15,7 @@ from shardwise.hardware import oom_kills
 from shardwise.launch.policy import RankExit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import FrameType
 
     from shardwise.launch.processes import RankProcess
@@ -28,7 +28,7 @@ GRACE_S = 30.0
 """Between a stop request to a rank and its end by force."""
 FAILURE_GRACE_S = 5.0
 """The same after a failure: what a rank could still save needs the one that failed."""
-_FORWARDED = {signal.SIGUSR1: signal.SIGUSR1}
+_FORWARDED: Mapping[int, signal.Signals] = {signal.SIGUSR1: signal.SIGUSR1}
 """What ranks get for a signal the launcher got; SIGTERM for all others: Ctrl-C should not print N tracebacks."""
 
 
@@ -74,6 +74,9 @@ class _Watch:
     running: dict[int, RankProcess]
     exits: list[RankExit] = field(default_factory=list)
     signals: list[int] = field(default_factory=list)
+    """That this launcher got."""
+    asked: int = 0
+    """Signal with which the other nodes asked for a stop; 0 for none."""
     stopping_since: float | None = None
     stop_at: float = math.inf
     """When all others are stopped because one failed."""
@@ -81,7 +84,12 @@ class _Watch:
     heard: int = 0
     """How many of the exits the other nodes have heard of."""
     told: bool = False
-    """Whether the other nodes know of the signal, or sent it."""
+    """Whether the other nodes know that this launcher got a signal."""
+
+    @property
+    def request(self) -> int:
+        """Signal with which anybody wants the ranks to stop in peace; 0 for none."""
+        return self.signals[0] if self.signals else self.asked
 
 
 def supervise(
@@ -126,10 +134,9 @@ def supervise(
                 _kill(watch)
             _stop_if_needed(watch, now, grace_s)
     exits = tuple(sorted(watch.exits, key=lambda exit_: exit_.rank))
-    interrupted = watch.signals[0] if watch.signals else 0
     return Outcome(
         exits=exits,
-        interrupted=interrupted,
+        interrupted=watch.request,
         timed_out=timed_out,
         lost=missing,
         out_of_memory=(oom_kills() or 0) > (kills_before or 0),
@@ -161,25 +168,20 @@ def _talk(watch: _Watch, elsewhere: Elsewhere) -> None:
     watch.heard = len(watch.exits)
     for exit_ in news:
         elsewhere.failing(exit_)
-    asked = elsewhere.asked()
+    watch.asked = watch.asked or elsewhere.asked()
     if watch.signals and not watch.told:
+        watch.told = True
         elsewhere.leaving(watch.signals[0])
-    elif asked and not watch.signals:
-        watch.signals.append(asked)
-    watch.told = bool(watch.signals)
 
 
 def _stop_if_needed(watch: _Watch, now: float, grace_s: float) -> None:
     """Stop in two steps, ask and kill. A second signal from the user skips to the last."""
-    limit_s = grace_s if watch.signals else min(grace_s, FAILURE_GRACE_S)
+    limit_s = grace_s if watch.request else min(grace_s, FAILURE_GRACE_S)
     if watch.stopping_since is None:
-        if watch.signals or now >= watch.stop_at:
+        if watch.request or now >= watch.stop_at:
             watch.stopping_since = now
-            number = (
-                _FORWARDED.get(signal.Signals(watch.signals[0]), signal.SIGTERM) if watch.signals else signal.SIGTERM
-            )
             for process in watch.running.values():
-                process.signal(number)
+                process.signal(_FORWARDED.get(watch.request, signal.SIGTERM))
     elif not watch.killed and (now - watch.stopping_since > limit_s or len(watch.signals) > 1):
         _kill(watch)
 

@@ -70,7 +70,7 @@ class Wire(Generic[Message]):
         early, self._put_back = self._put_back, []
         try:
             return [*early, *(self._decoder.decode(line) for line in lines)]
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # the last two: no UTF-8, nested too deep
             return None
 
     def put_back(self, messages: Sequence[Message]) -> None:

@@ -27,12 +27,13 @@ class State:
 def states_of(passes: Sequence[Pass], segment: int) -> list[State]:
     """Return the states of a segment with what it found there taken off, as amounts that grow with the samples."""
     few, many = ([entry for entry in single.entries if entry.segment == segment] for single in passes)
-    if len(few) != len(many):
-        few = many  # another batch takes another path: all that lives is taken to grow with the batch
-    made_before = next((entry.gradients for entry in few if entry.backward), 0)
+    made_before = next((entry.gradients for entry in many if entry.backward), 0)
+    if len(few) == len(many):
+        held = [_amount(_above(one, few[0]), _above(two, many[0])) for one, two in zip(few, many, strict=True)]
+    else:  # another batch takes another path: all that lives is taken to grow with the batch
+        held = [_per_sample(_above(entry, many[0])) for entry in many]
     return [
-        State(_amount(_above(one, few[0]), _above(two, many[0])), one.gradients - made_before, one.backward)
-        for one, two in zip(few, many, strict=True)
+        State(amount, entry.gradients - made_before, entry.backward) for amount, entry in zip(held, many, strict=True)
     ]
 
 
@@ -43,12 +44,14 @@ def _above(entry: Entry, base: Entry) -> tuple[float, float, float]:
 def _amount(few: Sequence[float], many: Sequence[float]) -> Amount:
     """Solve bytes = fixed + samples x slope for each kind of activation."""
     first, second = SAMPLES
-    slopes = [
-        (more - less) / (second - first) if few is not many else more / second
-        for less, more in zip(few, many, strict=True)
-    ]
-    fixed = sum(less - slope * first for less, slope in zip(few, slopes, strict=True)) if few is not many else 0.0
+    slopes = [(more - less) / (second - first) for less, more in zip(few, many, strict=True)]
+    fixed = sum(less - slope * first for less, slope in zip(few, slopes, strict=True))
     return Amount(fixed=fixed, whole=slopes[0], stream=slopes[1], cut=slopes[2])
+
+
+def _per_sample(many: Sequence[float]) -> Amount:
+    whole, stream, cut = (amount / SAMPLES[1] for amount in many)
+    return Amount(whole=whole, stream=stream, cut=cut)
 
 
 def footprint_of(states: Sequence[State]) -> Footprint:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from shardwise.plan.plan import DType
 
 VERSION = 1
-"""Of what a description holds; another one is traced anew."""
+"""Of how a description is made; another one is traced anew. Functions that a module calls are not looked at."""
+_BASES = {object, nn.Module}
 
 
 def described(job: Job, compute: DType, folder: Path) -> Model:
@@ -45,7 +47,8 @@ def described(job: Job, compute: DType, folder: Path) -> Model:
 def fingerprint(job: Job, compute: DType) -> str:
     """Return a name for all that a description depends on: modules, their code, samples, loss, and torch."""
     subject = Subject.of(job, compute, gathered=False)
-    digest = hashlib.sha256(f"{VERSION} {torch.__version__} {compute} {job.tensor_rules}".encode())
+    versions = (VERSION, version("shardwise"), torch.__version__)
+    digest = hashlib.sha256(f"{versions} {compute} {job.tensor_rules}".encode())
     for line in _lines(subject.model):
         digest.update(line.encode())
     for leaf in tree_leaves(subject.batch(1)):
@@ -61,7 +64,7 @@ def _lines(model: nn.Module) -> Iterator[str]:
         yield f"{name} {module.extra_repr()} {getattr(module, 'config', '')}"
         if type(module) not in seen:
             seen.add(type(module))
-            yield _source(type(module))
+            yield from (_source(kind) for kind in type(module).__mro__ if kind not in _BASES)
     for name, value in model.named_parameters():
         yield f"{name} {tuple(value.shape)} {value.dtype} {value.requires_grad}"
 

@@ -8,7 +8,7 @@ import weakref
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -126,7 +126,7 @@ class Ledger(TorchDispatchMode):
         if new:
             self.note()
         if new or name.endswith("_"):
-            self._add_work(name, read, made, tag)
+            self._add_work(_Call(func, args, kwargs), read, made, tag)
         return result
 
     def _tag_of(self, name: str, read: Iterable[Tensor]) -> Tag:
@@ -144,7 +144,8 @@ class Ledger(TorchDispatchMode):
             return "stream" if "cut" in activations else "cut"
         return "cut" if "cut" in activations else "whole" if "whole" in activations else "stream"
 
-    def _add_work(self, name: str, read: list[Tensor], made: list[Tensor], tag: Tag) -> None:
+    def _add_work(self, call: _Call, read: list[Tensor], made: list[Tensor], tag: Tag) -> None:
+        name = call.func._schema.name
         segment, backward = self._place()
         tally = self.tallies[segment]
         if name in _MATMULS and not backward:
@@ -156,7 +157,7 @@ class Ledger(TorchDispatchMode):
             tally.matmuls.append(Matmul(rows=rows, inner=weight.numel() // weight.shape[0], columns=weight.shape[0]))
             return
         if name in _ATTENTIONS and not backward:
-            tally.attentions.append(_attention(read, self.samples))
+            tally.attentions.append(_attention(call, self.samples))
             return
         if backward and (name in _MATMULS or "convolution" in name or "scaled_dot_product" in name):
             return
@@ -217,15 +218,23 @@ class Ledger(TorchDispatchMode):
             self._held[place] += sign * self._sizes[key]
 
 
-def _attention(read: list[Tensor], samples: int) -> Attention:
-    query, key = read[0], read[1]
+class _Call(NamedTuple):
+    func: Any
+    args: Any
+    kwargs: dict[str, Any]
+
+
+def _attention(call: _Call, samples: int) -> Attention:
+    query, key = call.args[0], call.args[1]
+    names = [argument.name for argument in call.func._schema.arguments]
+    given = dict(zip(names, call.args, strict=False)) | call.kwargs
     return Attention(
         heads=query.shape[1],
         kv_heads=key.shape[1],
         head_width=query.shape[-1],
         queries=query.shape[2] * query.shape[0] // samples,
         keys=key.shape[2],
-        causal=True,
+        causal=bool(given.get("is_causal", False)),
     )
 
 

@@ -15,17 +15,26 @@ from shardwise.plan.choose.subject import job_subject
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shardwise.hardware.machine import Cluster
     from shardwise.job import Job
     from shardwise.plan.model.shape import Model
     from shardwise.plan.plan import DType, Plan
 
 
+def _machines(world_size: int) -> Cluster:
+    """Return this machine, or so many like it."""
+    here = this_machine()
+    if world_size > here.num_devices and world_size % here.num_devices == 0:
+        return dataclasses.replace(here, num_devices=world_size)
+    return this_machine(world_size)
+
+
 def search_plan(
     job: Job, world_size: int, describe: Callable[[Job, DType], Model], accepts: Callable[[Plan], None]
 ) -> tuple[Plan | None, str]:
-    """Return the best plan for a job on GPUs of this machine and why; None, and why, where none was found."""
+    """Return the best plan for a job on GPUs of machines like this one and why; None, and why, where none was found."""
     try:
-        cluster = this_machine(world_size)
+        cluster = _machines(world_size)
         subject = job_subject(job, cluster, describe)
     except ShardwiseError as error:
         return None, f"could not be searched ({error.fact})"

@@ -125,7 +125,10 @@ class Holdings:
         if self.plan.offload.optimizer == "none":
             return 0.0
         states = ELEMENT_BYTES[self.plan.precision.optimizer] * self.optimizer.states
-        return (2 * self.held_bytes + states) * self.total("owned_trained" if self.plan.zero else "trained")
+        trained = (2 * self.held_bytes + states) * self.total("owned_trained" if self.plan.zero else "trained")
+        if self.plan.offload.parameters == "none":
+            return trained
+        return trained + self.held_bytes * (self.total("owned") - self.total("owned_trained"))
 
 
 def add_up(shares: Sequence[Share], name: str) -> float:

@@ -101,7 +101,8 @@ class Turns(NamedTuple):
             return min(self.micro_batches, self.pp - rank)
         if self.schedule in VEE:  # down and up again: together two for each rank
             return min(self.micro_batches, rank + 1 if chunk else 2 * self.pp - rank - 1)
-        # Interleaved: so often a rank goes forward before its first backward pass, pp times through each stage in turn.
-        forward = (self.chunks - 1) * self.pp + 2 * (self.pp - 1 - rank) + 1
-        rounds, rest = divmod(forward, self.chunks * self.pp)
-        return min(self.micro_batches, rounds * self.pp + max(0, min(self.pp, rest - chunk * self.pp)))
+        # Interleaved: so often a rank goes forward before its first backward pass, a round through each stage in turn.
+        size = self.micro_batches // max(1, self.micro_batches // self.pp)
+        forward = (self.chunks - 1) * size + 2 * (self.pp - 1 - rank) + 1
+        rounds, rest = divmod(forward, self.chunks * size)
+        return min(self.micro_batches, rounds * size + max(0, min(size, rest - chunk * size)))

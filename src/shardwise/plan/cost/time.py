@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardwise.plan.cost.passes import Pass
     from shardwise.plan.cost.stage_costs import StageCost
     from shardwise.plan.cost.stages import Stage
-    from shardwise.plan.model.shape import ModelShape, Work
+    from shardwise.plan.model.shape import ModelShape, Part
     from shardwise.plan.plan import Plan
 
 WAITING = ("tensor", "batch norm", "gather", "reduce", "sum", "collect")
@@ -216,7 +216,7 @@ class TimeModel:
         waiting = sum(parts.get(name, 0.0) for name in WAITING) + parts["contention"]
         update = parts["update"] * self.calibration.optimizer_bandwidth.uncertainty
         world, samples, tokens = plan.layout.world_size, plan.batch_size / seconds, shape.tokens_per_sample
-        flops = sum(part.count * training_flops(part.work) for part in shape.parts)
+        flops = sum(part.count * training_flops(part) for part in shape.parts)
         return Time(
             seconds=seconds,
             parts={name: value for name, value in parts.items() if value > 0},
@@ -232,9 +232,16 @@ class TimeModel:
         )
 
 
-def training_flops(work: Work) -> float:
-    """Return multiplications and additions per sample of forward and backward, nothing computed twice."""
-    return 3.0 * sum(item.flops for item in work.matmuls) + 3.5 * sum(item.flops for item in work.attentions)
+def training_flops(part: Part) -> float:
+    """Return multiplications and additions per sample of forward and backward, nothing computed twice.
+
+    Frozen weights get no gradient.
+    """
+    trained = sum(weight.numel for weight in part.weights if weight.trained) / max(1, part.numel)
+    work = part.work
+    return (2.0 + trained) * sum(item.flops for item in work.matmuls) + 3.5 * sum(
+        item.flops for item in work.attentions
+    )
 
 
 def _compute_parts(costs: Sequence[StageCost], micro_batches: int) -> dict[str, float]:
