@@ -28,14 +28,14 @@ STATIC = ["--master_addr=10.77.0.1", "--master_port=29500"]
 C10D = ["--rdzv_id=100", "--rdzv_backend=c10d", "--rdzv_endpoint=10.77.0.1:29400"]
 
 
-def run_job(folder, count, options, *, order, ranks=True, script=SCRIPT):
+def run_job(folder, count, options, *, order, ranks=True, script=SCRIPT, arguments=("4", "0")):
     """Run the job on `count` hosts, launchers started in `order`; return their outputs by node."""
     (folder / "ddp.py").write_text(script)
     with hosts(count, shared=folder) as made:
         nodes = {}
         for number in order:
             rank = [f"--node_rank={number}"] if ranks else []
-            words = [*LAUNCH, f"--nnodes={count}", "--nproc_per_node=1", *rank, *options, "ddp.py", "4", "0"]
+            words = [*LAUNCH, f"--nnodes={count}", "--nproc_per_node=1", *rank, *options, "ddp.py", *arguments]
             nodes[number] = start(made[number], folder, words)
             time.sleep(0.5)
         codes = {number: node.wait(120) for number, node in nodes.items()}
@@ -71,6 +71,44 @@ def test_nodes_without_rank_meet_at_the_endpoint(tmp_path):
     outputs = run_job(tmp_path, 3, C10D, order=[2, 0, 1], ranks=False)
     assert places(outputs)[0] == "host0"
     assert sorted(places(outputs)) == ["host0", "host1", "host2"]
+
+
+ENTRY_POINT = """
+import argparse, datetime, os
+import torch, torch.distributed as dist
+
+parser = argparse.ArgumentParser(allow_abbrev=False)
+parser.add_argument("--tensor-model-parallel-size", type=int)
+parser.add_argument("--local-rank", type=int, default=int(os.getenv("LOCAL_RANK", "0")))
+parser.parse_args()
+elastic = ["GROUP_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"]
+assert all(name in os.environ for name in elastic) and dist.is_torchelastic_launched()
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, False)  # the launcher's own
+assert store.add(f"seen/{rank}", 1) == 1
+dist.init_process_group("gloo", world_size=size, rank=rank, timeout=datetime.timedelta(minutes=2))
+rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+total = torch.tensor(float(rank))
+dist.all_reduce(total, group=rows[rank // 2])
+dist.all_reduce(total, group=columns[rank % 2])
+assert total == 6
+os.write(1, f"done {rank} of {size} on {os.uname().nodename}\\n".encode())
+dist.destroy_process_group()
+"""
+"""As Megatron and NeMo begin: torchrun's variables, rank and size given, groups of rows and columns."""
+
+
+def test_entry_points_of_frameworks_run_unchanged(tmp_path):
+    outputs = run_job(
+        tmp_path,
+        2,
+        [*C10D, "--nproc-per-node=2"],
+        order=[0, 1],
+        script=ENTRY_POINT,
+        arguments=["--tensor-model-parallel-size", "2"],
+    )
+    assert places(outputs) == ["host0", "host0", "host1", "host1"]
 
 
 GALLERY = ROOT / "examples" / "01-ddp-basics"
