@@ -205,7 +205,7 @@ def test_elastic_job_outlives_a_node(tmp_path):
     with bed.cluster(2, shared=tmp_path) as cluster:
         words = ["train", "job.py", "--slurm", "time=5", "--nnodes=1:2", "--nproc=1", "--save-every=2"]
         job, run = submit(cluster, tmp_path, *words)
-        until(lambda: (run / "checkpoints" / "latest").exists())  # one is published
+        until((run / "checkpoints" / "latest").exists)  # one is published
         cluster.nodes[1].power_off()
         cluster.wait(job, "COMPLETED", timeout=120)
         said = (run / f"slurm-{job}.out").read_text()
