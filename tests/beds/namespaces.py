@@ -34,7 +34,11 @@ def why_not():
     missing = [name for name in ("ip", "unshare", "nsenter", "setpriv") if shutil.which(name) is None]
     if missing:
         return f"hosts as namespaces need {missing[0]}"
-    made = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)
+    kinds = ["--net", "--uts", "--pid", "--mount", "--fork"]
+    trial = (
+        "hostname trial && mount -t tmpfs tmpfs /tmp && ip link add trial0 type veth && ip link add trial1 type bridge"
+    )
+    made = subprocess.run(["unshare", *kinds, "sh", "-ec", trial], capture_output=True, text=True, check=False)
     return f"no namespaces here: {made.stderr.strip()}" if made.returncode else ""
 
 
