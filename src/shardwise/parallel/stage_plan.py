@@ -7,16 +7,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from shardwise.errors import PlanError
+from shardwise.plan.cost.stages import CHUNKS, LOOPED, SPLIT_BACKWARD, VEE, even_bounds, stages_per_rank
 
 if TYPE_CHECKING:
     from shardwise.plan import Plan
-
-SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipev")
-"""Schedules that compute the gradients of inputs and of weights apart."""
-_LOOPED = ("looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble")
-_VEE = ("zbv", "dualpipev")
-_CHUNKS = 2
-"""Stages per rank of looped and V-shaped schedules when the plan gives no split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,14 +90,14 @@ def cut_layers(plan: Plan, num_layers: int) -> StageCut:
             f"schedule {plan.pipeline.schedule!r} on pp = {pp} makes {num_stages} stages of {num_layers} layers",
             fix=f"use pp = {most}" if most > 1 else 'use schedule = "1f1b", fewer stages, or pp = 1',
         )
-    even = _even_bounds(num_layers, num_stages)
+    even = even_bounds(num_layers, num_stages)
     bounds = (0, *split, num_layers) if split else even
     if any(first >= second for first, second in pairwise(bounds)):
         raise PlanError(
             f"pipeline split {list(split)} does not rise within {num_layers} layers",
             fix=f"use rising numbers from 1 to {num_layers - 1}, such as split = {list(even[1:-1])}",
         )
-    vee = plan.pipeline.schedule in _VEE
+    vee = plan.pipeline.schedule in VEE
     ranks = tuple(2 * pp - 1 - stage if vee and stage >= pp else stage % pp for stage in range(num_stages))
     return StageCut(bounds=bounds, ranks=ranks)
 
@@ -111,25 +105,16 @@ def cut_layers(plan: Plan, num_layers: int) -> StageCut:
 def _num_stages(plan: Plan) -> int:
     """Stages over all ranks: one per rank, or by schedule several."""
     pp, schedule, split = plan.layout.pp, plan.pipeline.schedule, plan.pipeline.split
-    usual = pp * _CHUNKS if schedule in _LOOPED + _VEE else pp
+    usual = pp * stages_per_rank(schedule, pp)
     if not split:
         return usual
     given = len(split) + 1
-    if given == usual or (schedule in _LOOPED and given % pp == 0):
+    if given == usual or (schedule in LOOPED and given % pp == 0):
         return given
     raise PlanError(
         f"pipeline split {list(split)} makes {given} stages, schedule {schedule!r} on pp = {pp} takes {usual}",
         fix=f"give {usual - 1} boundaries, or none",
     )
-
-
-def _even_bounds(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    size, left_over = divmod(num_layers, num_stages)
-    first_served = [*range(1, num_stages - 1), 0][:left_over]
-    bounds = [0]
-    for stage in range(num_stages):
-        bounds.append(bounds[-1] + size + (stage in first_served))
-    return tuple(bounds)
 
 
 def _check_accumulation(plan: Plan) -> None:
@@ -160,7 +145,7 @@ def _takes(schedule: str, pp: int, number: int) -> bool:
     if schedule == "1f1b":
         return number >= pp
     if schedule == "dualpipev":
-        return number >= _CHUNKS * pp
+        return number >= CHUNKS * pp
     if schedule in {"interleaved_1f1b", "interleaved_zero_bubble"}:
         return number % max(1, number // pp) == 0
     return True

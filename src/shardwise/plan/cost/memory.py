@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 WORKSPACE = 32 << 20
-"""What cuBLAS takes through torch's allocator for one stream on Hopper; a quarter of it on older chips."""
+"""What cuBLAS takes through torch's allocator for one stream on Hopper, by torch's source; less on older chips."""
 CONTEXT = 0.55 * GIB
-"""CUDA context, kernels and library handles of one process, outside of the allocator; NCCL's buffers come on top."""
+"""CUDA context, kernels and library handles of one process, outside of the allocator: assumed, not measured."""
 PER_GROUP = 0.2 * GIB
-"""NCCL's channels and buffers for one communicator of more than one rank."""
+"""NCCL's channels and buffers for one communicator of more than one rank: assumed, not measured."""
 FRAGMENTED = 1.06
 """Reserved over allocated at the peak, for rounding and holes: assumed. 1.15 was seen once, for 8.8 billion parameters
 sharded over 64 (52.9 GiB allocated, 60.9 reserved on an H200)."""
@@ -78,14 +78,6 @@ def predict_memory(
     unlike = {tuple(stage.likeness for stage in stages): stages for stages in reversed(ranks)}
     memories = [_rank_memory(Holdings(shape, plan, optimizer, stages), context) for stages in unlike.values()]
     return max(memories, key=lambda memory: memory.peak)
-
-
-def rank_memories(
-    shape: ModelShape, plan: Plan, *, optimizer: OptimizerShape = ADAMW, context: float = CONTEXT
-) -> tuple[Memory, ...]:
-    """Return the memory of each rank along pp."""
-    ranks = _stages_by_rank(shape, plan)
-    return tuple(_rank_memory(Holdings(shape, plan, optimizer, stages), context) for stages in ranks)
 
 
 def _stages_by_rank(shape: ModelShape, plan: Plan) -> list[list[Stage]]:

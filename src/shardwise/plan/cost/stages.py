@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 LOOPED = ("looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble")
 VEE = ("zbv", "dualpipev")
 SPLIT_BACKWARD = ("interleaved_zero_bubble", *VEE)
+"""Schedules that compute the gradients of inputs and of weights apart."""
 CHUNKS = 2
 """Stages per rank under looped and V-shaped schedules when a plan gives no split."""
 
@@ -40,7 +41,7 @@ def cut_stages(shape: ModelShape, plan: Plan) -> tuple[Stage, ...]:
 
 def even_stages(shape: ModelShape, pp: int, schedule: str) -> tuple[Stage, ...]:
     """Return the stages of a plan that gives no split."""
-    return _stages(shape, _even(shape.num_blocks, pp * stages_per_rank(schedule, pp)), pp, schedule)
+    return _stages(shape, even_bounds(shape.num_blocks, pp * stages_per_rank(schedule, pp)), pp, schedule)
 
 
 def _stages(shape: ModelShape, bounds: tuple[int, ...], pp: int, schedule: str) -> tuple[Stage, ...]:
@@ -61,7 +62,12 @@ def stages_per_rank(schedule: str, pp: int) -> int:
     return CHUNKS if pp > 1 and schedule in LOOPED + VEE else 1
 
 
-def _even(num_blocks: int, num_stages: int) -> tuple[int, ...]:
+def even_bounds(num_blocks: int, num_stages: int) -> tuple[int, ...]:
+    """Return the first block of each stage of an even split, then the number of blocks.
+
+    What is left over goes one each to the second stage and those after it, then to the first (it has the embedding as
+    well), and to the last (it has the head and the loss) never.
+    """
     size, left_over = divmod(num_blocks, num_stages)
     served = [*range(1, num_stages - 1), 0][:left_over]
     bounds = [0]

@@ -169,10 +169,6 @@ class Part:
         """Parameters of one of them."""
         return sum(weight.numel for weight in self.weights)
 
-    def numel_on_rank(self, tp: int) -> float:
-        """Parameters of one of them on a rank of a tensor-parallel group."""
-        return sum(weight.numel / tp if weight.cut else weight.numel for weight in self.weights)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
