@@ -282,5 +282,5 @@ def test_a_folder_of_shards_loads_into_fsdp4_with_a_host_peak_of_one(tmp_path):
     assert len(sizes) > 7
     peaks = run_ranks(host_peak, 4, tmp_path)
     assert max(peaks) < max(sizes), (peaks, sizes)
-    # The measure sees it when a rank takes the folder whole.
-    assert min(run_ranks(host_peak, 4, tmp_path, whole)) > 4 * max(sizes)
+    # The measure sees it when a rank takes the folder whole: eight shards, less what the allocator still had.
+    assert min(run_ranks(host_peak, 4, tmp_path, whole)) > 2 * max(sizes)
