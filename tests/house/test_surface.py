@@ -153,7 +153,8 @@ def test_verbs_and_their_options_are_frozen():
     for verb in cli.list_commands(context):
         command = cli.get_command(context, verb)
         found[verb] = [words(parameter) for parameter in command.params if parameter.name != "_arguments"]
-        for name, part in getattr(command, "commands", {}).items():
+        for name in command.list_commands(context) if isinstance(command, click.Group) else ():
+            part = command.get_command(context, name)
             found[f"{verb} {name}"] = [words(parameter) for parameter in part.params]
     assert found == SURFACE
 

@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.environment import identify
+from shardwise.errors import InputError
 from shardwise.launch import LaunchSpec, Module, launch, root_cause
 from shardwise.launch.fork import raise_failure
 from shardwise.run import create_run
@@ -16,6 +18,24 @@ if TYPE_CHECKING:
 
 PRELOAD = ("torch", "torch._dynamo")
 """What every rank would import: torch, and what the first DDP brings in."""
+
+
+def rank_zero(fn: Callable[..., Any], nproc: int | None, *args: Any) -> Any:
+    """Run `fn(*args)` on every rank and return what rank 0's call returned; None on the other ranks of a world.
+
+    Inside a world that torchrun, srun, mpirun or `shardwise launch` has started, this process is one of its ranks;
+    else `nproc` ranks (default: 1) are started on this machine. `fn` opens the world itself, and is found by its name.
+    """
+    me = identify()
+    if me.world_size == 1:
+        return on_ranks(fn, nproc or 1, *args)[0]
+    if nproc is not None:
+        raise InputError(
+            f"--nproc {nproc} inside a world of {me.world_size} ranks that {me.source} started",
+            fix="leave --nproc out, or start shardwise by itself",
+        )
+    found = fn(*args)
+    return found if me.rank == 0 else None
 
 
 def on_ranks(fn: Callable[..., Any], nproc: int, *args: Any) -> list[Any]:
