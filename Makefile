@@ -30,9 +30,9 @@ lint: $(DEV)  ## style, types and one-way imports
 data:  ## real MNIST and Fashion-MNIST into data/
 	$(PYTHON) scripts/fetch_data.py
 
-beds:  ## what tests of many machines need; without it they skip, and say so
+beds:  ## what tests of many machines and of pages need; without it they skip, and say so
 	command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ] && apt-get install -qq -y --no-install-recommends \
-		slurmctld slurmd slurm-client openmpi-bin openssh-server iproute2 iptables > /dev/null || true
+		slurmctld slurmd slurm-client openmpi-bin openssh-server iproute2 iptables chromium > /dev/null || true
 
 bench: $(BENCH)  ## side-by-side runs against peers, each in its own environment
 	.venv-bench/bin/python benchmarks/overhead.py

@@ -120,6 +120,21 @@ def test_a_model_that_reads_what_it_computed_is_refused():
         trace(job, compute="fp32", gathered=False)
 
 
+def test_batch_norms_tie_samples_together():
+    def job(norm):
+        return sw.Job(
+            model=lambda: torch.nn.Sequential(torch.nn.Linear(4, 6), norm(6), torch.nn.Linear(6, 4)),
+            data=lambda split: [(torch.ones(4), torch.tensor(0))] * 8,
+            loss=sw.losses.cross_entropy,
+            optimizer=sw.sgd(lr=0.1),
+            batch_size=4,
+            steps=1,
+        )
+
+    assert trace(job(torch.nn.BatchNorm1d), compute="fp32", gathered=False).ties_samples
+    assert not trace(job(torch.nn.LayerNorm), compute="fp32", gathered=False).ties_samples
+
+
 def test_a_model_without_blocks_is_one_part():
     job = sw.Job(
         model=lambda: torch.nn.Linear(8, 3),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardwise.job import Job
     from shardwise.plan.plan import DType
 
-VERSION = 1
+VERSION = 2
 """Of how a description is made; another one is traced anew. Functions that a module calls are not looked at."""
 _BASES = {object, nn.Module}
 

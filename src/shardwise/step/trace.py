@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from shardwise.errors import JobError, PlanError
 from shardwise.plan.model.shape import Amount, Model, ModelShape, Part, Weight
 from shardwise.step.amounts import footprint_of, states_of, work_of
@@ -79,6 +81,7 @@ def _assemble(subject: Subject) -> ModelShape:
         tokens_per_sample=_tokens(subject),
         tp_degrees=subject.tp_degrees,
         stages=bool(calls),
+        ties_samples=any(isinstance(module, _BatchNorm) for module in subject.model.modules()),
         source="traced",
     )
 

@@ -165,7 +165,7 @@ def _exchange(part: Part, shape: ModelShape, plan: Plan, wires: Wires) -> Exchan
     """Return what one forward pass of a part waits for inside."""
     layout = plan.layout
     tensor = tensor_exchange(part, plan.micro_batch, layout.tp, wires, sequence_parallel=plan.sequence_parallel)
-    if not shape.repeats_samples or plan.batch_norm == "local" or layout.dp == 1:
+    if not shape.ties_samples or plan.batch_norm == "local" or layout.dp == 1:
         return Exchange(tensor)
     # Every convolution is followed by a norm, which sums sum, square sum and count of some hundred channels.
     number = sum(matmul.count for matmul in part.work.matmuls)

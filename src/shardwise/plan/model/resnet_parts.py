@@ -106,7 +106,7 @@ def resnet_shape(
         gathered=gathered,
         parts=tuple(parts),
         input=image * WIDE + Amount(whole=op.INDEX),
-        repeats_samples=True,
+        ties_samples=True,
     )
 
 

@@ -187,7 +187,7 @@ class ModelShape:
     """Tensor-parallel degrees that cut it evenly."""
     stages: bool = True
     """Whether it can be split into pipeline stages at its blocks."""
-    repeats_samples: bool = False
+    ties_samples: bool = False
     """Whether batch statistics tie samples together (batch norm)."""
     source: str = "closed form"
 
