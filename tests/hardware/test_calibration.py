@@ -71,6 +71,16 @@ def test_near_point_counts_more_than_a_far_one():
     assert rate == pytest.approx(alone, rel=0.05)
 
 
+def test_small_products_that_beat_the_catalogue_do_not_lift_large_ones():
+    sizes = (64, 128, 512, 2048)
+    points = tuple(
+        MatmulPoint(m=m, n=n, k=k, dtype="fp32", flops=95e9) for m in sizes for n in sizes for k in sizes
+    )  # a device that reaches the same rate on every shape
+    known = replace(default_calibration(parse_cluster("cpu").node), matmuls=points)
+    for shape in ((1024, 768, 256), (1024, 1024, 256), (256, 768, 1024)):
+        assert known.matmul(*shape, "fp32").value == pytest.approx(95e9, rel=0.3)
+
+
 def test_measurements_of_another_dtype_do_not_count():
     point = MatmulPoint(m=4096, n=4096, k=4096, dtype="fp32", flops=1e12)
     assert replace(LISTED, matmuls=(point,)).matmul(4096, 4096, 4096, "bf16").origin == "catalogue"

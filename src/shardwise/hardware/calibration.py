@@ -16,6 +16,8 @@ Origin = Literal["measured", "catalogue"]
 
 BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 """Per element."""
+_NEIGHBOURS = 4
+"""Measured points that speak for a shape between them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,11 +176,13 @@ def default_calibration(node: NodeType) -> Calibration:
 def _matmul_rate(device: Device, memory_bandwidth: float, shape: tuple[int, int, int], dtype: str) -> float:
     """Return FLOP/s by a roofline whose flat part sinks for thin and small products.
 
-    The two constants: on one H200 K = 768 reaches 0.78 and K = 2048 0.94 to 1.0 of what K = 8192 does, and an output
-    of 2048 x 2048 reaches 0.86 to 0.95 of a large one on an H100.
+    The two constants of GPUs: on one H200 K = 768 reaches 0.78 and K = 2048 0.94 to 1.0 of what K = 8192 does, and an
+    output of 2048 x 2048 reaches 0.86 to 0.95 of a large one on an H100. Those of a CPU: on one core an output of
+    64 x 64 reaches 0.7 of a large one at K = 64.
     """
     m, n, k = shape
-    flat = device.sustained(dtype) * k / (k + 180) * (m * n) / (m * n + 250_000)
+    thin, small = (15, 1000) if device.kind == "cpu" else (180, 250_000)
+    flat = device.sustained(dtype) * k / (k + thin) * (m * n) / (m * n + small)
     intensity = 2 * m * n * k / (BYTES[dtype] * (m * k + k * n + m * n))
     return min(flat, intensity * memory_bandwidth)
 
@@ -198,10 +202,15 @@ def _octaves(a: tuple[int, ...], b: tuple[int, ...]) -> float:
 
 
 def _corrected(base: float, near: list[tuple[float, float]], doubt: float) -> Figure:
-    """Scale `base` by what measured neighbours (distance in octaves, measured / base) did to it."""
+    """Scale `base` by what measured neighbours (distance in octaves, measured / base) did to it.
+
+    Only the nearest count, and by the logarithm of their ratios: of small products `base` may be wrong by a factor of
+    ten, which says nothing of large ones.
+    """
     if not near:
         return listed(base, doubt)
-    weights = [1 / (distance**2 + 1e-6) for distance, _ in near]
-    ratio = sum(w * ratio for w, (_, ratio) in zip(weights, near, strict=True)) / sum(weights)
-    closest = min(distance for distance, _ in near)
-    return measured(base * ratio, min(doubt, 0.04 + 0.04 * closest))
+    nearest = sorted(near)[:_NEIGHBOURS]
+    weights = [1 / (distance**2 + 1e-6) for distance, _ in nearest]
+    logs = [math.log(ratio) for _, ratio in nearest]
+    ratio = math.exp(sum(w * log for w, log in zip(weights, logs, strict=True)) / sum(weights))
+    return measured(base * ratio, min(doubt, 0.04 + 0.04 * nearest[0][0]))
