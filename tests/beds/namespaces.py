@@ -95,7 +95,7 @@ class Host:
         """Start a program."""
         outer = subprocess.Popen(self.command(words, cwd), **options)
         children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children")
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not (found := children.read_text().split()) and outer.poll() is None and time.monotonic() < deadline:
             time.sleep(0.002)
         guest = Guest(outer, int(found[0]) if found else outer.pid)
@@ -127,9 +127,9 @@ class Host:
         """Kill everything on this host at once; its sockets are closed by the kernel."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-        self.init.wait(20)
+        self.init.wait(60)
         for guest in self.guests:
-            guest.outer.wait(20)
+            guest.outer.wait(60)
 
     def power_off(self):
         """Take the link away, then kill everything: nobody hears of it."""
@@ -245,7 +245,7 @@ def _process(*spaces):
         yield process
     finally:
         process.kill()
-        process.wait(20)
+        process.wait(60)
 
 
 def _on(pid, *words):

@@ -74,7 +74,7 @@ class Cluster:
     def environ(self):
         return {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf")}
 
-    def run(self, words, *, cwd=None, check=True, timeout=60, **environ):
+    def run(self, words, *, cwd=None, check=True, timeout=150, **environ):
         """Run a program on the login host to its end, its output captured."""
         options = {"cwd": cwd or self.folder.parent, "check": False, "timeout": timeout}
         done = self.login.run(words, env={**self.environ, **environ}, **options)
@@ -156,7 +156,7 @@ def _start(host, words, made):
 
 
 def _wait_until_idle(made, count):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while True:
         shown = made.run(["sinfo", "--noheader", "--Node", "--format=%T"], check=False).stdout.split()
         if shown == ["idle"] * count:

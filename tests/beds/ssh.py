@@ -90,7 +90,7 @@ def _start(host, folder):
 
 
 def _wait_until_up(host):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (host.address, 22) not in host.listening():
         assert time.monotonic() < deadline, f"sshd of {host.name} does not listen"
         time.sleep(0.01)

@@ -59,7 +59,7 @@ class Chapter:
         return finish(self.start(line, folder, **variables))
 
 
-def finish(process: subprocess.Popen, seconds: float = 90) -> str:
+def finish(process: subprocess.Popen, seconds: float = 200) -> str:
     """Wait for the end and return what was printed; leave no process behind if it takes too long."""
     try:
         output, _ = process.communicate(timeout=seconds)
@@ -77,7 +77,7 @@ def stop(process: subprocess.Popen) -> None:
         if process.poll() is None:
             os.killpg(process.pid, number)
             try:
-                process.wait(10)
+                process.wait(40)
             except subprocess.TimeoutExpired:
                 continue
 

@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 LAUNCH = [sys.executable, "-m", "shardwise", "launch"]
-NOTICED_S = 20
+NOTICED_S = 40
 """For silence to be noticed (8 s), and for processes to end on a busy machine."""
 
 DDP = """
@@ -209,7 +209,7 @@ def test_bad_input_is_one_sentence_within_seconds_and_leaves_nothing(broken, nam
         hosts[fault[0]].run(["sh", "-c", fault[2]])
     assert sentence in done.stderr
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert took_s < 15
+    assert took_s < 40  # a host that is waited for in vain takes two minutes
     assert not (Path(folder) / "runs").exists()
     wait_until_empty(*hosts)
 

@@ -1,5 +1,6 @@
 """`shardwise launch` beside torchrun: the same scripts, the same variables, and nothing left behind."""
 
+import contextlib
 import json
 import os
 import re
@@ -37,7 +38,8 @@ if "sleep" in sys.argv:
     time.sleep(100)
 if "ignore" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep(100)
+    print("waiting", flush=True)
+    time.sleep(200)
 if "save" in sys.argv:
     def save(*_):
         print("saved", rank, flush=True)
@@ -59,7 +61,7 @@ def folder(tmp_path):
 
 def run(folder, command, **environ):
     return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, check=False, timeout=100, env={**os.environ, **environ}
+        command, cwd=folder, capture_output=True, text=True, check=False, timeout=200, env={**os.environ, **environ}
     )
 
 
@@ -109,13 +111,13 @@ def test_module_spawned_workers_and_pickles_find_their_way_back(folder):
         "class Thing: pass\n"
         "if __name__ == '__main__':\n"
         "    import torch.multiprocessing as tmp\n"
-        "    tmp.spawn(work, nprocs=2)\n"
+        "    tmp.spawn(work, nprocs=1)\n"
         "    assert type(pickle.loads(pickle.dumps(Thing()))) is Thing\n"
         "    print('main', sys.argv[1:], __spec__ is not None, flush=True)\n"
     )
     as_script = launch(folder, "--nproc", "1", "spawning.py", "x")
     assert as_script.returncode == 0, as_script.stderr
-    assert as_script.stdout.count("spawned") == 2
+    assert "spawned 0 __mp_main__" in as_script.stdout
     assert "main ['x'] False" in as_script.stdout
     as_module = launch(folder, "-m", "spawning", "y")
     assert "main ['y'] True" in as_module.stdout, as_module.stderr
@@ -182,10 +184,10 @@ def test_nothing_outlives_the_launcher(folder, method, number, code):
             stdout=file,
             stderr=file,
         )
-    wait_for(lambda: output.read_text().count("sum") == 2, seconds=60)
+    wait_for(lambda: output.read_text().count("sum") == 2, seconds=120)
     launcher.send_signal(number)
-    assert launcher.wait(20) == code
-    wait_for(lambda: not working_in(folder), seconds=10)
+    assert launcher.wait(25) == code
+    wait_for(lambda: not working_in(folder), seconds=30)
 
 
 def test_ranks_that_ignore_sigterm_are_killed_by_a_second_ctrl_c(folder):
@@ -194,12 +196,12 @@ def test_ranks_that_ignore_sigterm_are_killed_by_a_second_ctrl_c(folder):
         launcher = subprocess.Popen(
             [*LAUNCH, "--nproc", "2", "script.py", "ignore"], cwd=folder, stdout=file, stderr=file
         )
-    wait_for(lambda: output.read_text().count("sum") == 2, seconds=60)
+    wait_for(lambda: output.read_text().count("waiting") == 2, seconds=120)
     launcher.send_signal(signal.SIGINT)
     time.sleep(1)
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(10) == 130
+    assert launcher.wait(25) == 130  # asked once only, they would have 30 s
     assert not working_in(folder)
 
 
@@ -210,10 +212,17 @@ def test_stop_request_lets_ranks_save_and_ends_with_75(folder, number):
         launcher = subprocess.Popen(
             [*LAUNCH, "--nproc", "2", "script.py", "save"], cwd=folder, stdout=file, stderr=file
         )
-    wait_for(lambda: output.read_text().count("waiting") == 2, seconds=60)
+    wait_for(lambda: output.read_text().count("waiting") == 2, seconds=120)
     launcher.send_signal(number)
-    assert launcher.wait(20) == 75
+    assert launcher.wait(25) == 75
     assert output.read_text().count("saved") == 2
+
+
+def open_files(pid):
+    """Return what the open files of a process are; one that is closed meanwhile is left out."""
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            yield str(entry.readlink())
 
 
 def test_only_loopback_listens(folder):
@@ -223,13 +232,8 @@ def test_only_loopback_listens(folder):
             [*LAUNCH, "--nproc", "2", "script.py", "sleep"], cwd=folder, stdout=file, stderr=file
         )
     try:
-        wait_for(lambda: output.read_text().count("sum") == 2, seconds=60)
-        inodes = {
-            str(entry.readlink())[8:-1]
-            for pid in working_in(folder)
-            for entry in Path(f"/proc/{pid}/fd").iterdir()
-            if str(entry.readlink()).startswith("socket:")
-        }
+        wait_for(lambda: output.read_text().count("sum") == 2, seconds=120)
+        inodes = {link[8:-1] for pid in working_in(folder) for link in open_files(pid) if link.startswith("socket:")}
         rows = [
             line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
         ]
@@ -238,7 +242,7 @@ def test_only_loopback_listens(folder):
         assert {address.partition(":")[0] for address in listening} == {"0100007F"}  # 127.0.0.1
     finally:
         launcher.terminate()
-        launcher.wait(20)
+        launcher.wait(60)
 
 
 def test_output_goes_where_it_is_sent(folder):

@@ -15,7 +15,7 @@ from pathlib import Path
 import shardwise as sw
 
 def on_step(report):
-    time.sleep(0.01)
+    time.sleep(0.1 if Path("slow").exists() else 0.01)
     if report.number == 25 and os.environ.get("RANK") == "1" and not Path("died").exists():
         Path("died").touch()
         if Path("deadly").exists():
@@ -23,7 +23,7 @@ def on_step(report):
 
 job = sw.Job(
     model=lambda: sw.models.decoder("gpt2-tiny", context=32), data=sw.datasets.text(length=16),
-    loss=sw.losses.token_cross_entropy, optimizer=sw.adamw(lr=1e-3), batch_size=8, steps=120, on_step=on_step,
+    loss=sw.losses.token_cross_entropy, optimizer=sw.adamw(lr=1e-3), batch_size=8, steps=60, on_step=on_step,
 )
 """
 
@@ -39,7 +39,7 @@ def start(folder, *arguments):
 
 
 def finish(process):
-    output, _ = process.communicate(timeout=100)
+    output, _ = process.communicate(timeout=200)
     return process.returncode, output
 
 
@@ -57,6 +57,7 @@ def test_a_stop_request_saves_and_the_next_run_goes_on(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
     whole, output = finish(start(tmp_path, "--nproc", "2", "--run-dir", "whole"))
     assert whole == 0, output
+    (tmp_path / "slow").touch()  # it must not end before it is asked to
     process = start(tmp_path, "--nproc", "2", "--run-dir", "first")
     while not (tmp_path / "first" / "events" / "rank0.jsonl").exists() or not losses(tmp_path / "first"):
         time.sleep(0.05)
@@ -64,6 +65,7 @@ def test_a_stop_request_saves_and_the_next_run_goes_on(tmp_path):
     code, output = finish(process)
     assert code == 75, output
     assert "go on with --resume first" in output
+    (tmp_path / "slow").unlink()
     code, output = finish(start(tmp_path, "--nproc", "1", "--plan", "ddp", "--resume", "first", "--run-dir", "second"))
     assert code == 0, output
     assert re.search(r"resumed from .* at step \d+", output)
@@ -80,7 +82,7 @@ def test_a_killed_rank_is_restarted_from_the_last_checkpoint(tmp_path):
     assert code == 0, output
     assert "rank 1 failed; restart 1 of 1" in output
     assert re.search(r"resumed from .*step-000000[12]0 at step [12]0", output)
-    assert sorted(losses(tmp_path / "run")) == list(range(120))
+    assert sorted(losses(tmp_path / "run")) == list(range(60))
 
 
 def test_nothing_to_resume_from_is_refused_at_once(tmp_path):

@@ -9,11 +9,11 @@ from shardwise.launch.processes import start_program
 from shardwise.launch.supervise import supervise
 
 SAVING = """
-trap 'touch asked; sleep 0.5; exit 75' TERM USR1
+trap 'touch asked; while [ ! -e saved ]; do sleep 0.02; done; exit 75' TERM USR1
 touch ready
 while :; do sleep 0.02; done
 """
-"""A rank that takes half a second to save."""
+"""A rank that saves for as long as nobody says that it has."""
 
 
 class Others:
@@ -34,39 +34,51 @@ class Others:
 
 
 class User:
-    """Sends this process signals, one as soon as each of these files is there."""
+    """Sends this process signals, one as soon as each of these files is there; ten looks later the rank has saved."""
 
-    def __init__(self, *files, number):
-        self.files, self.number = list(files), number
+    def __init__(self, *files, number, saved):
+        self.files, self.number, self.saved = list(files), number, saved
+        self.looks = 0
 
     def tick(self):
         if self.files and self.files[0].exists():
             self.files.pop(0)
             os.kill(os.getpid(), self.number)
+        elif not self.files:
+            self.looks += 1
+            if self.looks == 10:
+                self.saved.touch()
 
 
 def run(folder, monkeypatch, *, user, others=None):
     monkeypatch.chdir(folder)
     rank = start_program(0, ["sh", "-c", SAVING], os.environ, stdout=folder / "out", stderr=folder / "err")
-    return supervise([rank], failure_of=lambda *_: None, observers=[user], elsewhere=others, timeout_s=20)
+    return supervise([rank], failure_of=lambda *_: None, observers=[user], elsewhere=others, timeout_s=60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_own_signal_after_a_request_of_other_nodes_does_not_kill_ranks_that_save(tmp_path, monkeypatch, number):
     others = Others(tmp_path, signal.SIGTERM)
-    outcome = run(tmp_path, monkeypatch, user=User(tmp_path / "asked", number=number), others=others)
+    outcome = run(
+        tmp_path, monkeypatch, user=User(tmp_path / "asked", number=number, saved=tmp_path / "saved"), others=others
+    )
     assert [exit_.returncode for exit_ in outcome.exits] == [75]
     assert others.heard == [number]
 
 
 def test_request_of_other_nodes_after_an_own_signal_is_no_second_one(tmp_path, monkeypatch):
     others = Others(tmp_path, signal.SIGTERM)
-    outcome = run(tmp_path, monkeypatch, user=User(tmp_path / "ready", number=signal.SIGTERM), others=others)
+    outcome = run(
+        tmp_path,
+        monkeypatch,
+        user=User(tmp_path / "ready", number=signal.SIGTERM, saved=tmp_path / "saved"),
+        others=others,
+    )
     assert [exit_.returncode for exit_ in outcome.exits] == [75]
     assert others.heard == [signal.SIGTERM]
 
 
 def test_second_own_signal_kills(tmp_path, monkeypatch):
-    user = User(tmp_path / "ready", tmp_path / "asked", number=signal.SIGTERM)
+    user = User(tmp_path / "ready", tmp_path / "asked", number=signal.SIGTERM, saved=tmp_path / "never")
     outcome = run(tmp_path, monkeypatch, user=user)
     assert [exit_.returncode for exit_ in outcome.exits] == [-signal.SIGKILL]

@@ -5,22 +5,18 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from beds.ports import free_port
 from shardwise.environment import adopt, rank_environment
 from shardwise.errors import EnvironmentVariablesError, WorldError
 from shardwise.launch import run_forked
 from shardwise.world import world
 from shardwise.world.stores import FileStore, HashStore
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def report(**arguments):
@@ -31,7 +27,7 @@ def report(**arguments):
 
 
 def started(body, nproc=2):
-    return run_forked(body, nproc, timeout_s=60)
+    return run_forked(body, nproc, timeout_s=200)
 
 
 def alone(body):
@@ -132,7 +128,7 @@ def test_ranks_of_plain_interpreters_close_at_exit_without_with(tmp_path):
         )
         for rank in range(2)
     ]
-    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+    outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
     assert outputs == [f"{r} shardwise {{'x': 2.0}} {r == 0} True\nclosed True\n" for r in range(2)]
     assert [rank.returncode for rank in ranks] == [0, 0]
 
@@ -179,11 +175,14 @@ def test_two_processes_with_one_rank_are_refused():
         started(body, 3)
 
 
-def test_a_rank_that_does_not_come_is_named():
+def test_a_rank_that_does_not_come_is_named(tmp_path):
     url = f"tcp://127.0.0.1:{free_port()}"
 
     def body(rank):
-        with world(init_method=url, rank=rank, world_size=3, timeout_s=1, device="cpu"):
+        (tmp_path / f"started.{rank}").touch()
+        while not (tmp_path / f"started.{1 - rank}").exists():  # the time limit is not for the start of processes
+            time.sleep(0.01)
+        with world(init_method=url, rank=rank, world_size=3, timeout_s=2, device="cpu"):
             pass
 
     with pytest.raises(WorldError, match="1 of 3 ranks have not come: 2"):
@@ -289,4 +288,4 @@ def test_threads_of_gloo_are_done_with_tensors_before_the_interpreter_ends(tmp_p
         )
         for rank in range(4)
     ]
-    assert [rank.wait(60) for rank in ranks] == [0] * 4
+    assert [rank.wait(200) for rank in ranks] == [0] * 4

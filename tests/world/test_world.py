@@ -32,16 +32,15 @@ def test_gather_gives_every_rank_every_value_by_rank():
     assert run_ranks(lambda me: me.gather(("rank", me.rank)), 3) == [[("rank", 0), ("rank", 1), ("rank", 2)]] * 3
 
 
-def test_barrier_waits_for_the_last_rank():
+def test_barrier_waits_for_the_last_rank(tmp_path):
     def body(me):
         if not me.is_main:
             time.sleep(0.3)
-        start = time.monotonic()
+            (tmp_path / "came").touch()
         me.barrier()
-        return time.monotonic() - start
+        return (tmp_path / "came").exists()
 
-    waited, _ = run_ranks(body, 2)
-    assert waited > 0.2
+    assert run_ranks(body, 2) == [True, True]
 
 
 def test_group_joins_its_members_and_is_none_outside():
@@ -130,7 +129,7 @@ def test_a_rank_that_is_done_does_not_wait_for_one_that_failed():
     start = time.monotonic()
     with pytest.raises(ValueError, match="rank 1 failed"):
         run_ranks(body, 2)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60  # collectives wait for half an hour
 
 
 def test_timeout_is_what_was_asked():
