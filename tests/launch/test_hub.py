@@ -57,6 +57,24 @@ def test_two_nodes_are_told_to_meet_and_hear_how_it_ended(port):
     b.close()
 
 
+def relayed(link, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not (found := link.take_relayed()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+
+def test_what_guards_say_goes_to_node_0_and_from_it_to_the_others(port):
+    a, b = join(port), join(port, "b")
+    b.relay("seen")
+    assert relayed(a) == ["seen"]
+    a.relay("missed", to_all=True)
+    assert relayed(b) == ["missed"]
+    assert a.take_relayed() == []
+    a.close()
+    b.close()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

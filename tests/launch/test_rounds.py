@@ -35,6 +35,7 @@ def test_signal_after_the_one_that_stopped_the_ranks_is_the_second():
         interface="",
         signals=signals,
         note=lambda _: None,
+        log=None,
     )
     node.leaving(signal.SIGTERM)
     node._look()

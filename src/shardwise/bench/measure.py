@@ -1,7 +1,8 @@
-"""Timed collectives: any of them, on any group, size, dtype and backend, as long as the slowest rank takes."""
+"""Timed collectives: how long the slowest rank takes, in blocks of calls between barriers."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,16 +10,23 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from shardwise.bench.comm.collectives import MAKERS, CollectiveSpec, prepare, wait_for_all
 from shardwise.bench.timing import Timing, wait_for
-from shardwise.errors import InputError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
+    from shardwise.bench.comm.collectives import Collective
 
-_LEAST_BLOCK_S = 1e-3
-"""Calls are timed in blocks of at least this long, so that leaving the barrier apart does not show."""
+COLLECTIVES = tuple(MAKERS)
+"""All that can be timed: what `bench comm` shows, and `send`, of which half a round trip counts."""
+_LEAST_BLOCK_S = 4e-3
+"""Calls are timed in blocks of at least this long: ranks leave a barrier up to 0.1 ms apart, which must not show."""
+_FEW, _FEW_S = 4, 0.1
+"""And of this many calls, if they take no longer than that: a rank that is done early begins the next call early, so
+that calls in a row take less than single ones do."""
+_QUICK_S = 5e-3
+"""A first call shorter than this is tried again, since one call may have met anything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,151 +56,54 @@ def measure_collective(
     `send` goes from the group's first rank to its second and back, and half of that is its time. Sizes are rounded
     down to whole elements on every rank, but never to none.
     """
-    operation, whole_bytes, share = _prepare(name, num_bytes, group, device, dtype)
-    operation()
-    once_s = _agree([_timed(operation, 1, device)], group, device)[0]
-    inner = max(1, min(1000, round(_LEAST_BLOCK_S / once_s)))
-    repeats = max(3, min(most, round(budget_s / (inner * once_s))))
-    blocks = []
-    for _ in range(repeats):
-        _barrier(group, device)
-        blocks.append(_timed(operation, inner, device) / inner)
+    collective = prepare(CollectiveSpec(name=name, num_bytes=num_bytes, dtype=dtype), group, device)
     return CollectiveTiming(
         name=name,
-        num_bytes=whole_bytes,
+        num_bytes=collective.size_bytes,
         dtype=str(dtype).removeprefix("torch."),
-        ranks=dist.get_world_size(group),
-        timing=Timing.of([share * seconds for seconds in _agree(blocks, group, device)]),
+        ranks=collective.ranks,
+        timing=time_collective(collective, group, budget_s=budget_s, most=most),
     )
 
 
-def _timed(operation: Callable[[], object], times: int, device: torch.device) -> float:
+def time_collective(collective: Collective, together: dist.ProcessGroup, *, budget_s: float, most: int = 30) -> Timing:
+    """Communicate over `together`, called on all its ranks, to time a collective on each of their groups at once.
+
+    A sample is the mean call of a block on the slowest rank of all; there are at least three.
+    """
+    device, call = collective.device, collective.call
+    call()
+    once_s = slowest([time_block(call, 1, device)], together, device)[0]
+    if once_s < _QUICK_S:
+        once_s = statistics.median(slowest([time_block(call, 1, device) for _ in range(3)], together, device))
+    inner = calls_in_block(once_s)
+    repeats = max(3, min(most, round(budget_s / (inner * once_s))))
+    blocks = []
+    for _ in range(repeats):
+        wait_for_all(together, device)
+        blocks.append(time_block(call, inner, device) / inner)
+    share = 0.5 if collective.spec.name == "send" else 1.0
+    return Timing.of([share * seconds for seconds in slowest(blocks, together, device)])
+
+
+def calls_in_block(once_s: float) -> int:
+    """Return how many calls of so many seconds make a block."""
+    return max(min(1000, round(_LEAST_BLOCK_S / once_s)), _FEW if _FEW * once_s <= _FEW_S else 1)
+
+
+def time_block(call: Callable[[], object], times: int, device: torch.device) -> float:
+    """Return the seconds of so many calls, from an idle device to an idle device."""
     wait_for(device)
     began = time.perf_counter()
     for _ in range(times):
-        operation()
+        call()
     wait_for(device)
     return time.perf_counter() - began
 
 
-def _agree(seconds: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """Return the slowest rank's seconds of each block; communicates over `group`."""
-    slowest = torch.tensor(seconds, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    found: list[float] = slowest.tolist()
+def slowest(seconds: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """Communicate over `group`, called on all its ranks: return the largest value of each place among them."""
+    largest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    found: list[float] = largest.tolist()
     return found
-
-
-def _barrier(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Communicate over `group`: go on when all its ranks have come here."""
-    on_nccl = dist.get_backend(group) == "nccl"
-    dist.barrier(group, device_ids=[device.index] if on_nccl else None)  # without its device, nccl guesses one
-
-
-def _prepare(
-    name: str, num_bytes: int, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype
-) -> tuple[Callable[[], object], int, float]:
-    """Return one call of the collective, the bytes of its whole tensor, and which share of the time is its own."""
-    if name not in COLLECTIVES:
-        raise InputError(f"there is no collective {name!r}", fix=nearest(name, COLLECTIVES))
-    size = dist.get_world_size(group)
-    if name == "send" and size < 2:
-        raise InputError("send needs two ranks, the group has 1", fix="use --nproc 2")
-    numel = max(1, num_bytes // dtype.itemsize // size) * size
-    whole = torch.zeros(numel, dtype=dtype, device=device)
-    operation = COLLECTIVES[name](_Tensors(whole=whole, size=size, rank=dist.get_rank(group), group=group))
-    if name == "barrier":
-        return operation, 0, 1.0
-    return operation, numel * dtype.itemsize, 0.5 if name == "send" else 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Tensors:
-    """What collectives move, as one rank sees it."""
-
-    whole: Tensor
-    size: int
-    rank: int
-    group: dist.ProcessGroup
-
-    @property
-    def part(self) -> Tensor:
-        return self.whole.new_zeros(self.whole.numel() // self.size)
-
-    @property
-    def parts(self) -> list[Tensor]:
-        return list(self.whole.chunk(self.size))
-
-    def peer(self, rank: int) -> int:
-        """Return the global rank of a rank of the group."""
-        return dist.get_global_rank(self.group, rank)
-
-
-def _all_reduce(t: _Tensors) -> Callable[[], object]:
-    return lambda: dist.all_reduce(t.whole, group=t.group)
-
-
-def _all_gather(t: _Tensors) -> Callable[[], object]:
-    part = t.part
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-    return lambda: gather(t.whole, part, group=t.group)
-
-
-def _reduce_scatter(t: _Tensors) -> Callable[[], object]:
-    part = t.part
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
-    return lambda: scatter(part, t.whole, group=t.group)
-
-
-def _broadcast(t: _Tensors) -> Callable[[], object]:
-    source = t.peer(0)
-    return lambda: dist.broadcast(t.whole, source, group=t.group)
-
-
-def _reduce(t: _Tensors) -> Callable[[], object]:
-    target = t.peer(0)
-    return lambda: dist.reduce(t.whole, target, group=t.group)
-
-
-def _gather(t: _Tensors) -> Callable[[], object]:
-    part, target = t.part, t.peer(0)
-    parts = t.parts if t.rank == 0 else None
-    return lambda: dist.gather(part, parts, target, group=t.group)
-
-
-def _scatter(t: _Tensors) -> Callable[[], object]:
-    part, source = t.part, t.peer(0)
-    parts = t.parts if t.rank == 0 else None
-    return lambda: dist.scatter(part, parts, source, group=t.group)
-
-
-def _all_to_all(t: _Tensors) -> Callable[[], object]:
-    received = torch.empty_like(t.whole)
-    return lambda: dist.all_to_all_single(received, t.whole, group=t.group)
-
-
-def _barrier_only(t: _Tensors) -> Callable[[], object]:
-    return lambda: _barrier(t.group, t.whole.device)
-
-
-def _send(t: _Tensors) -> Callable[[], object]:
-    if t.rank > 1:
-        return lambda: None
-    peer = t.peer(1 - t.rank)
-    turns = (dist.send, dist.recv) if t.rank == 0 else (dist.recv, dist.send)
-    return lambda: [turn(t.whole, peer, group=t.group) for turn in turns]
-
-
-COLLECTIVES: dict[str, Callable[[_Tensors], Callable[[], object]]] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "broadcast": _broadcast,
-    "reduce": _reduce,
-    "gather": _gather,
-    "scatter": _scatter,
-    "all_to_all": _all_to_all,
-    "barrier": _barrier_only,
-    "send": _send,
-}
-"""Name -> what makes one call of it, on every rank of the group."""

@@ -15,6 +15,9 @@ from shardwise.run import create_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from shardwise.launch.starters import Starter
 
 PRELOAD = ("torch", "torch._dynamo")
 """What every rank would import: torch, and what the first DDP brings in."""
@@ -38,11 +41,14 @@ def rank_zero(fn: Callable[..., Any], nproc: int | None, *args: Any) -> Any:
     return found if me.rank == 0 else None
 
 
-def on_ranks(fn: Callable[..., Any], nproc: int, *args: Any) -> list[Any]:
+def on_ranks(
+    fn: Callable[..., Any], nproc: int, *args: Any, warm: AbstractContextManager[Starter] | None = None
+) -> list[Any]:
     """Run `fn(*args)` on `nproc` fresh ranks of this machine, and return its results by rank.
 
     They have the threads and variables that a training's would have, and share nothing with this process, which may
-    have used CUDA or threads. `fn` is found by its name. The first failing rank's exception is raised here.
+    have used CUDA or threads. `fn` is found by its name. The first failing rank's exception is raised here. `warm`
+    is a fork parent that serves several calls; without one, one is started.
     """
     import cloudpickle
 
@@ -50,7 +56,7 @@ def on_ranks(fn: Callable[..., Any], nproc: int, *args: Any) -> list[Any]:
         folder = Path(name)
         (folder / "call").write_bytes(cloudpickle.dumps((fn, args, {})))
         spec = LaunchSpec(target=Module("shardwise.launch.call", (name,)), nproc=nproc, preload=PRELOAD)
-        outcome = launch(spec, create_run(folder / "run", "bench")).outcome
+        outcome = launch(spec, create_run(folder / "run", "bench"), warm=warm).outcome
         if outcome.interrupted:
             raise KeyboardInterrupt
         cause = root_cause(outcome.exits)

@@ -12,16 +12,21 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.bench.memory import LiveBytes
 from shardwise.bench.phases import PHASES, PhaseClock
-from shardwise.bench.ranks import on_ranks
+from shardwise.bench.profile import StepProfile, profile_steps, profiler_ranges, trace_path
+from shardwise.bench.ranks import rank_zero
 from shardwise.bench.timing import Timing, wait_for
+from shardwise.bench.utilisation import matmul_rate
+from shardwise.environment import identify
 from shardwise.errors import InputError, PlanError
 from shardwise.job import load_job
+from shardwise.step.marks import tell
 from shardwise.train.build import build_step
 from shardwise.world import fake_world, world
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from shardwise.bench.profile import ProfileSpec
     from shardwise.data.feed import StepBatch
     from shardwise.job import Job, JobReference
     from shardwise.plan import Plan
@@ -60,8 +65,12 @@ class StepMeasurement:
     """The same from the start of building to the end of the first step; on a CPU that is not known, and 0."""
     reserved_bytes: int
     """That the allocator took from a GPU; 0 elsewhere."""
+    matmul_flops: float = 0.0
+    """Multiplications and additions per second of a large product in the plan's dtype, timed before the steps."""
     at_peak: tuple[tuple[str, int], ...] = field(default=())
     """On a CPU, the largest of what lived at the peak: words, bytes."""
+    profile: StepProfile | None = None
+    """Of a few more steps, where it was asked for."""
 
     def figures(self) -> dict[str, float]:
         """Return what can be predicted, by name; units are in the names."""
@@ -73,11 +82,14 @@ class StepMeasurement:
             "peak_bytes": self.peak_bytes,
             "first_peak_bytes": self.first_peak_bytes,
             "reserved_bytes": self.reserved_bytes,
+            "matmul_flops": self.matmul_flops,
         }
         return {name: float(value) for name, value in found.items() if value}
 
 
-def rehearse(job: Job, plan: Plan, *, rank: int = 0, steps: int = 5, device: str = "cpu") -> StepMeasurement:
+def rehearse(
+    job: Job, plan: Plan, *, rank: int = 0, steps: int = 5, device: str = "cpu", profile: ProfileSpec | None = None
+) -> StepMeasurement:
     """Run `rank` of the plan's world for a few steps on the device at hand; the other ranks are fake."""
     size = plan.layout.world_size
     if not 0 <= rank < size:
@@ -88,42 +100,58 @@ def rehearse(job: Job, plan: Plan, *, rank: int = 0, steps: int = 5, device: str
             fix=f"use a plan without pp, or real ranks: --nproc {size}",
         )
     with fake_world(size, rank, device) as here:
-        return measure_step(job, plan, here, steps=steps)
+        return measure_step(job, plan, here, steps=steps, profile=profile)
 
 
 def measure_ranks(
-    reference: JobReference, plan: Plan, *, steps: int = 5, device: str | None = None, backend: str | None = None
+    reference: JobReference,
+    plan: Plan,
+    *,
+    steps: int = 5,
+    device: str | None = None,
+    backend: str | None = None,
+    profile: ProfileSpec | None = None,
 ) -> list[StepMeasurement]:
-    """Start the plan's ranks on this machine, run a few steps on them, and return what each measured."""
-    return on_ranks(_measure_rank, plan.layout.world_size, reference, plan, steps, device, backend)
+    """Run a few steps on the plan's ranks, and return what each measured.
+
+    They are started on this machine; in a world that torchrun, srun or `shardwise launch` has started this process is
+    one of them, and ranks other than 0 return nothing.
+    """
+    nproc = plan.layout.world_size if identify().world_size == 1 else None
+    return rank_zero(_measure_world, nproc, reference, plan, (device, backend), steps, profile) or []
 
 
-def _measure_rank(
-    reference: JobReference, plan: Plan, steps: int, device: str | None, backend: str | None
-) -> StepMeasurement:
+def _measure_world(
+    reference: JobReference,
+    plan: Plan,
+    where: tuple[str | None, str | None],
+    steps: int,
+    profile: ProfileSpec | None,
+) -> list[StepMeasurement]:
+    """Measure as one rank of those that are there; `where` is device and backend. Communicates over all of them."""
+    device, backend = where
     with world(device=device, backend=backend) as here:
-        return measure_step(load_job(reference), plan, here, steps=steps)
+        found: list[StepMeasurement] = here.gather(
+            measure_step(load_job(reference), plan, here, steps=steps, profile=profile)
+        )
+        return found
 
 
-def measure_step(job: Job, plan: Plan, here: World, *, steps: int = 5) -> StepMeasurement:
-    """Train a few steps of `job` and measure them; called on every rank of the world."""
-    on_gpu, is_fake = here.device.type == "cuda", here.backend == "fake"
-    clock = PhaseClock(here.device)
-    needed = WARM_UP + steps + (0 if on_gpu else _MEMORY_STEPS)
-    job = dataclasses.replace(clock.watch(job), steps=needed, epochs=None, tokens=None)
-    made: list[Step] = []
-
-    def before_update() -> None:
-        clock.begin("")
-        if is_fake:
-            _settle_gradients(made[0])
-        clock.begin("optimizer")
-
+def measure_step(
+    job: Job, plan: Plan, here: World, *, steps: int = 5, profile: ProfileSpec | None = None
+) -> StepMeasurement:
+    """Train a few steps of `job` and measure them; called on every rank of the world, over which it communicates."""
+    on_gpu = here.device.type == "cuda"
+    here.barrier()  # so that ranks that share cores or a GPU are at the same work
+    rate = matmul_rate(here.device, plan.precision.compute)
+    here.barrier()
     if on_gpu:
         torch.cuda.empty_cache()  # what an earlier measurement left is not this one's
         _peak(here.device)
-    step = build_step(job, plan, here, before_update=before_update)
-    made.append(step)
+    needed = WARM_UP + steps + (profile.steps + 1 if profile else 0) + (0 if on_gpu else _MEMORY_STEPS)
+    job = dataclasses.replace(job, steps=needed, epochs=None, tokens=None)
+    clock = PhaseClock(here.device)
+    step = _build(job, plan, here, clock)
     batches = iter(step.feed)
     first = next(batches)
     step(first)
@@ -132,14 +160,15 @@ def measure_step(job: Job, plan: Plan, here: World, *, steps: int = 5) -> StepMe
         step(next(batches))
     _peak(here.device)
     clock.finish()
+    step.mark("data", step.number)
     for _ in range(steps):
-        clock.begin("data")
-        batch = next(batches)
-        clock.begin("forward")
-        step(batch)
-    clock.begin("")
+        step(next(batches))
     times = clock.finish()
-    peak, at_peak = (_peak(here.device), ()) if on_gpu else _live_peak(step, batches)
+    peak = _peak(here.device)
+    profiled = _profile(step, batches, here, profile) if profile is not None else None
+    at_peak: tuple[tuple[str, int], ...] = ()
+    if not on_gpu:
+        peak, at_peak = _live_peak(step, batches)
     tokens, period = _tokens_per_sample(first), statistics.median(sum(phases.values()) for phases in times)
     return StepMeasurement(
         plan=str(plan.layout),
@@ -154,8 +183,36 @@ def measure_step(job: Job, plan: Plan, here: World, *, steps: int = 5) -> StepMe
         peak_bytes=peak,
         first_peak_bytes=first_peak,
         reserved_bytes=torch.cuda.max_memory_reserved(here.device) if on_gpu else 0,
+        matmul_flops=rate,
         at_peak=at_peak,
+        profile=profiled,
     )
+
+
+def _build(job: Job, plan: Plan, here: World, clock: PhaseClock) -> Step:
+    """Make the step, with the clock as its listener; called on every rank."""
+    made: list[Step] = []
+
+    def settle() -> None:
+        clock.mark("settle", made[0].number)  # no phase of a step
+        _settle_gradients(made[0])
+
+    before_update = settle if here.backend == "fake" else None
+    made.append(build_step(job, plan, here, before_update=before_update, mark=clock.mark))
+    return made[0]
+
+
+def _profile(step: Step, batches: Iterator[StepBatch], here: World, spec: ProfileSpec) -> StepProfile:
+    """Profile a few steps, whose phases are ranges in the trace; called on every rank."""
+    num_files = 1 if here.backend == "fake" else here.size
+    trace = None if spec.trace is None else trace_path(spec.trace, here.rank, num_files)
+    unwatched, ranges = step.mark, profiler_ranges()
+    step.mark = tell(unwatched, ranges)
+    try:
+        return profile_steps(lambda: step(next(batches)), here.device, steps=spec.steps, trace=trace)
+    finally:
+        ranges.close()
+        step.mark = unwatched
 
 
 def _peak(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -12,11 +13,13 @@ from shardwise.run.exitcodes import DONE
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardwise.bench.profile import ProfileSpec, StepProfile
     from shardwise.bench.step import StepMeasurement
+    from shardwise.environment import Identity
     from shardwise.job import Job
     from shardwise.plan import Plan
 
-_UNITS = (("_bytes", 2**20, "MiB"), ("_per_s", 1.0, "/s"), ("_s", 1e-3, "ms"))
+_DEVICE = click.Choice(["cpu", "cuda", "cuda:0"])
 
 
 @click.command(
@@ -31,7 +34,11 @@ _UNITS = (("_bytes", 2**20, "MiB"), ("_per_s", 1.0, "/s"), ("_s", 1e-3, "ms"))
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Which rank of a fake world.")
 @click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True, help="Steps to measure.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a field of the job or the plan.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to run (default: cuda where there is one).")
+@click.option("--device", type=_DEVICE, help="Where to run (default: cuda where there is one); ranks share cuda:0.")
+@click.option("--backend", metavar="NAME", help="gloo, nccl or both as cpu:gloo,cuda:nccl (default: by the device).")
+@click.option("--profile", "profiled", is_flag=True, help="Also name the kernels that take the time.")
+@click.option("--trace", type=click.Path(path_type=Path), help="Write a trace for Perfetto, .json or .json.gz.")
+@click.option("--report", type=click.Path(path_type=Path), help="Write a report, .html or .md.")
 @click.option("--json", "as_json", is_flag=True, help="Write what was measured as JSON to standard output.")
 def command(
     *,
@@ -43,31 +50,33 @@ def command(
     steps: int,
     settings: tuple[str, ...],
     device: str | None,
+    backend: str | None,
+    profiled: bool,
+    trace: Path | None,
+    report: Path | None,
     as_json: bool,
 ) -> int:
-    """Run a few steps of the Job in JOB.py under a plan: time by phase, throughput, memory."""
+    """Run a few steps of the Job in JOB.py under a plan: time by phase, throughput, utilisation, memory.
+
+    Starts its own ranks; under srun, torchrun or shardwise launch it is one of theirs.
+    """
     from shardwise.cli.train import split_settings, this_device
     from shardwise.environment import identify
-    from shardwise.errors import InputError
     from shardwise.job import load_job
     from shardwise.plan import settle
 
     me = identify()
-    if me.world_size > 1:
-        raise InputError(f"bench starts its own ranks, and {me.source} has started this one", fix="run it by itself")
-    if fake_world and nproc:
-        raise InputError(
-            f"--fake-world {fake_world} runs in one process, and --nproc {nproc} starts more", fix="leave one out"
-        )
-    if rank and not fake_world:
-        raise InputError(f"--rank {rank} is for a fake world", fix="add --fake-world N")
+    _check(me, nproc=nproc, fake_world=fake_world, rank=rank)
+    profile = _profile_spec(profiled=profiled, trace=trace, report=report)
     reference, overrides = split_settings(job, settings)
     loaded = load_job(reference)
-    where = this_device(device, nproc or 1)
+    local = nproc or me.local_world_size
+    kind = device.partition(":")[0] if device else None
+    where = this_device(kind, 1 if device == "cuda:0" or fake_world else local)
     plan = settle(
         plan_spec,
         batch_size=loaded.batch_size,
-        world_size=fake_world or nproc or 1,
+        world_size=fake_world or nproc or me.world_size,
         device=where,
         overrides=overrides,
     )
@@ -75,51 +84,129 @@ def command(
 
     if fake_world:
         index = "cuda:0" if where.kind == "cuda" else "cpu"
-        found = [rehearse(loaded, plan, rank=rank, steps=steps, device=index)]
+        found = [rehearse(loaded, plan, rank=rank, steps=steps, device=index, profile=profile)]
     else:
-        found = measure_ranks(reference, plan, steps=steps, device=where.kind)
-    show(found, as_json=as_json, predicted=_predicted(loaded, plan, processes=nproc or 1))
+        found = measure_ranks(
+            reference, plan, steps=steps, device=device or where.kind, backend=backend, profile=profile
+        )
+    if not found:
+        return DONE  # rank 0 speaks for all
+    predicted, used = _expected(loaded, plan, found, processes=1 if fake_world else local)
+    show(found, as_json=as_json, predicted=predicted, used=used)
+    if report is not None:
+        _write_report(found, report, predicted=predicted, used=used)
     return DONE
 
 
-def _predicted(job: Job, plan: Plan, *, processes: int) -> dict[str, float] | None:
-    """Return what planning says of the step, None where the model cannot be described without weights."""
+def _check(me: Identity, *, nproc: int | None, fake_world: int | None, rank: int) -> None:
+    from shardwise.errors import InputError
+
+    if me.world_size > 1 and (nproc or fake_world):
+        asked = f"--nproc {nproc}" if nproc else f"--fake-world {fake_world}"
+        raise InputError(
+            f"{asked} inside a world of {me.world_size} ranks that {me.source} started",
+            fix="leave it out, or run it by itself",
+        )
+    if fake_world and nproc:
+        raise InputError(
+            f"--fake-world {fake_world} runs in one process, and --nproc {nproc} starts more", fix="leave one out"
+        )
+    if rank and not fake_world:
+        raise InputError(f"--rank {rank} is for a fake world", fix="add --fake-world N")
+
+
+def _profile_spec(*, profiled: bool, trace: Path | None, report: Path | None) -> ProfileSpec | None:
+    """Return what to profile, once the paths are known to be writable; a trace needs a profile."""
+    if report is not None:
+        from shardwise.bench.report.write import check_report_path
+
+        check_report_path(report)
+    if not profiled and trace is None:
+        return None
+    from shardwise.bench.profile import ProfileSpec, check_trace_path
+
+    if trace is not None:
+        check_trace_path(trace)
+    return ProfileSpec(trace=None if trace is None else trace.absolute())
+
+
+def _expected(
+    job: Job, plan: Plan, found: list[StepMeasurement], *, processes: int
+) -> tuple[dict[str, float] | None, float | None]:
+    """Return what planning says of the step and the share of the matmul rate it reached; None where nothing is known.
+
+    Nothing is predicted for several nodes, of whose links this machine knows nothing.
+    """
     from shardwise.bench.predict import predict_step
+    from shardwise.bench.utilisation import training_flops, utilisation
     from shardwise.cli.describe import describe_job
     from shardwise.errors import JobError
 
     try:
-        return predict_step(job, plan, describe_job, processes=processes)
+        model = describe_job(job, plan.precision.compute)
     except JobError as error:
         complain(f"shardwise: nothing predicted: {error}")
-        return None
+        return None, None
+    used = utilisation(found, training_flops(model.for_plan(plan)))
+    if found[0].backend != "fake" and processes < found[0].world_size:
+        return None, used
+    return predict_step(job, plan, lambda *_: model, processes=processes), used
 
 
-def show(found: list[StepMeasurement], *, as_json: bool, predicted: Mapping[str, float] | None = None) -> None:
-    """Show the slowest rank's figures, with predictions beside them where there are some; or all ranks as JSON."""
+def show(
+    found: list[StepMeasurement],
+    *,
+    as_json: bool,
+    predicted: Mapping[str, float] | None = None,
+    used: float | None = None,
+) -> None:
+    """Show the slowest rank's figures, with predictions beside them where there are some; or all ranks as JSON.
+
+    `used` is the share of the matmul rate.
+    """
     import msgspec
 
     from shardwise.bench.step import compare
+    from shardwise.bench.step_findings import label, shown, slowest
 
     if as_json:
-        say(msgspec.json.encode({"measured": found, "predicted": predicted}).decode())
+        say(msgspec.json.encode({"measured": found, "predicted": predicted, "utilisation": used}).decode())
         return
-    slowest = max(found, key=lambda measured: measured.step.median_s)
-    ranks = "fake world" if slowest.backend == "fake" else f"slowest of {len(found)}"
-    say(f"plan {slowest.plan} · rank {slowest.rank} of {slowest.world_size} ({ranks}) · {slowest.device}")
-    for name, value, expected in compare(slowest, predicted):
-        beside = "" if expected is None else f"   predicted {_shown(name, expected)} ({expected / value - 1:+.1%})"
-        say(f"{_label(name):14} {_shown(name, value):>14}{beside}")
-    say(f"{'spread':14} {slowest.step.spread:>13.1%}   over {slowest.step.repeats} steps")
-    for words, num_bytes in slowest.at_peak:
+    worst = slowest(found)
+    ranks = "fake world" if worst.backend == "fake" else f"slowest of {len(found)}"
+    say(f"plan {worst.plan} · rank {worst.rank} of {worst.world_size} ({ranks}) · {worst.device}")
+    for name, value, expected in compare(worst, predicted):
+        beside = "" if expected is None else f"   predicted {shown(name, expected)} ({expected / value - 1:+.1%})"
+        say(f"{label(name):14} {shown(name, value):>14}{beside}")
+    if used is not None:
+        say(f"{'utilisation':14} {used:>13.1%}   of the matmul rate, by what forward and backward need")
+    say(f"{'spread':14} {worst.step.spread:>13.1%}   over {worst.step.repeats} steps")
+    for words, num_bytes in worst.at_peak:
         say(f"  {num_bytes / 2**20:10.2f} MiB  {words}")
+    if worst.profile is not None:
+        _show_profile(worst.profile)
 
 
-def _label(name: str) -> str:
-    stem = name.removesuffix("_bytes").removesuffix("_s").removesuffix("_per")
-    return {"peak": "peak memory", "first_peak": "peak at start", "reserved": "reserved"}.get(stem, stem)
+def _show_profile(profile: StepProfile) -> None:
+    """Show where the time of the profiled steps went."""
+    say(
+        f"profiled {profile.steps} steps of {profile.seconds * 1e3:,.2f} ms: compute {profile.compute_s * 1e3:,.2f} ms,"
+        f" communication {profile.communication_s * 1e3:,.2f} ms ({profile.exposed_s * 1e3:,.2f} ms of it exposed),"
+        f" idle {profile.idle_s * 1e3:,.2f} ms"
+    )
+    for kernel in profile.top:
+        share = kernel.seconds / profile.seconds
+        say(f"  {kernel.seconds * 1e3:10.3f} ms {share:6.1%} {kernel.calls:8g} x  {kernel.name[:80]}")
+    if profile.trace is not None:
+        say(f"trace {profile.trace} (open it at https://ui.perfetto.dev)")
 
 
-def _shown(name: str, value: float) -> str:
-    unit, size = next((unit, size) for ending, size, unit in _UNITS if name.endswith(ending))
-    return f"{value / size:,.2f} {unit}"
+def _write_report(
+    found: list[StepMeasurement], path: Path, *, predicted: Mapping[str, float] | None, used: float | None
+) -> None:
+    from shardwise.bench.report.facts import machine_facts
+    from shardwise.bench.report.write import write_report
+    from shardwise.bench.step_findings import step_findings
+
+    write_report(step_findings(found, predicted=predicted, used=used, facts=machine_facts(None)), path)
+    complain(f"shardwise: report in {path}")

@@ -1,14 +1,19 @@
-"""Following a run from the launcher: rank 0's events as progress, its output above it."""
+"""Following a run from the launcher: rank 0's events as progress, its output above it, mirrors beside it."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
+from shardwise.cli.sinks import Mirrors
 from shardwise.run import Tail
 from shardwise.run.progress import ProgressView
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from shardwise.run import RunDirectory
+    from shardwise.watch.sinks import SinkSpec
 
 
 class Follower:
@@ -27,6 +32,22 @@ class Follower:
         for event in self._events.events():
             self._view.show(event)
 
+    def line(self, text: str) -> None:
+        """Show a line of the launcher's own."""
+        self._view.line(text)
+
     def close(self) -> None:
         """Leave the terminal as it should be."""
         self._view.close()
+
+
+@contextlib.contextmanager
+def following(run: RunDirectory, sinks: Sequence[SinkSpec]) -> Iterator[list[Follower]]:
+    """Show the run and mirror it into `sinks` for the time of a launch; yields the launcher's observers."""
+    mirrors = Mirrors(run, sinks)
+    follower = Follower(run)
+    try:
+        yield [follower]
+    finally:
+        follower.close()
+        mirrors.close()

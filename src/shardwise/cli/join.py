@@ -10,6 +10,7 @@ from shardwise.errors import InputError, JobError, ShardwiseError
 from shardwise.parallel.support import require_supported
 from shardwise.plan import Device, searching, settle
 from shardwise.run import RunDirectory, create_run
+from shardwise.run.console import complain
 from shardwise.run.failure import describe_failure, write_failure
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ def train_in_world(
 
         _compare_jobs(here, reference)
         plan, run = _from_main(here, prepare)
+        if here.is_main and here.source != "shardwise":
+            complain(f"shardwise: {here.source} has started these ranks, so nobody looks on for hangs, as launch would")
         try:
             # A job that SLURM has requeued finds what it saved before.
             resume = "auto" if run.checkpoints.exists() else saving["resume"]

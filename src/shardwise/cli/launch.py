@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardwise.cli.hang_options import close_guards, hang_options, start_guard
 from shardwise.cli.node_options import node_options
 from shardwise.run.console import complain, say
 from shardwise.run.exitcodes import INTERRUPTED, JOB_FAILED
 
 if TYPE_CHECKING:
     from shardwise.cli.launch_plan import SettledLaunch
+    from shardwise.doctor.guard import Guard
     from shardwise.launch import Launched
     from shardwise.launch.starters import ForkStarter
     from shardwise.run import RunDirectory
@@ -42,12 +44,16 @@ if TYPE_CHECKING:
 @click.option(
     "--shutdown-timeout", type=click.FloatRange(min=0), default=30.0, help="Seconds from a stop request to a kill."
 )
+@click.option(
+    "--preset", metavar="NAME", help="Variables for a kind of cluster: gcp, infiniband, aws-efa, azure-nd ..."
+)
 @click.option("--log-dir", "--run-dir", "log_dir", type=click.Path(path_type=Path), help="Default: runs/NAME-TIME.")
 @click.option("-r", "--redirects", help="Output to files only: 0-3 or RANK:N,...; 0 keeps the terminal.")
 @click.option("-t", "--tee", default="0", help="Output to files and, with its rank, here: 0-3 or RANK:N,...")
 @click.option("--local-ranks-filter", default="", help="Show only these ranks, such as 0,1.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as with python -m.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is any program.")
+@hang_options
 @click.option("--dry-run", is_flag=True, help="Print what would run.")
 @click.option("--warm", is_flag=True, help="Fork ranks from your warm server, started if there is none.")
 @click.option(
@@ -68,10 +74,14 @@ def command(*, script: str, arguments: tuple[str, ...], log_dir: Path | None, dr
     from shardwise.cli.elsewhere import start_elsewhere
     from shardwise.cli.launch_plan import settle_launch, settle_target
     from shardwise.cli.node_words import describe
+    from shardwise.cli.presets import describe_preset, tell_effects
     from shardwise.cli.slurm import start_by_slurm
     from shardwise.launch import GiveUp, explain_outcome
     from shardwise.launch.processes import become_reaper, kill_descendants
 
+    preset = options["preset"]
+    if preset:
+        complain(describe_preset(preset))  # first: an unknown one is refused here, not on every machine
     elsewhere = start_elsewhere(grace_s=options["shutdown_timeout"], dry_run=dry_run)
     if elsewhere is not None:
         return elsewhere
@@ -88,11 +98,13 @@ def command(*, script: str, arguments: tuple[str, ...], log_dir: Path | None, dr
     warm = _join(settled.spec.nproc, settled.warm_idle_s) if settled.warm_idle_s is not None else None
     become_reaper()
     try:
-        launched, run = _launch(settled, log_dir, warm)
+        launched, run, guards = _launch(settled, log_dir, warm)
     finally:
         kill_descendants()  # also what left its rank's process group, or outlived a killed fork parent
+    if preset:
+        tell_effects(preset, settled.spec.variables, run)
     if isinstance(launched.decision, GiveUp):
-        complain(explain_outcome(launched.outcome, run))
+        close_guards(guards, explain_outcome(launched.outcome, run))
         complain(f"shardwise: the run is in {run.path}")
         return JOB_FAILED
     if launched.outcome.interrupted and launched.decision.exit_code == 0:  # type: ignore[union-attr]
@@ -101,8 +113,10 @@ def command(*, script: str, arguments: tuple[str, ...], log_dir: Path | None, dr
     return launched.decision.exit_code  # type: ignore[union-attr]
 
 
-def _launch(settled: SettledLaunch, log_dir: Path | None, warm: ForkStarter | None) -> tuple[Launched, RunDirectory]:
-    """Run it on this machine, or on this and others, and return how it ended and where it is written down."""
+def _launch(
+    settled: SettledLaunch, log_dir: Path | None, warm: ForkStarter | None
+) -> tuple[Launched, RunDirectory, list[Guard]]:
+    """Run it on this machine, or on this and others; return how it ended, where that is written, and who looked on."""
     from shardwise.cli.tee import Tee
     from shardwise.launch import launch
     from shardwise.run import create_run, share_run
@@ -110,7 +124,9 @@ def _launch(settled: SettledLaunch, log_dir: Path | None, warm: ForkStarter | No
     spec = settled.spec
     if settled.nodes is None:
         run = create_run(log_dir, spec.target.name)
-        return launch(spec, run, observers=[Tee(run, settled.shown)], note=complain, warm=warm), run
+        guards = start_guard(run, settled.hang, range(spec.nproc))
+        launched = launch(spec, run, observers=[Tee(run, settled.shown), *guards], note=complain, warm=warm)
+        return launched, run, guards
 
     from shardwise.launch.nodes import join_run, node_facts
     from shardwise.launch.rounds import launch_nodes
@@ -122,10 +138,17 @@ def _launch(settled: SettledLaunch, log_dir: Path | None, warm: ForkStarter | No
 
     with join_run(settled.nodes, facts, make_run, complain) as (link, run):
         tee = Tee(run, settled.shown)
+        guards = start_guard(run, settled.hang, range(0), exchange=link)
+
+        def follow(ranks: range) -> None:
+            tee.follow(ranks)
+            for guard in guards:
+                guard.follow(ranks)
+
         launched = launch_nodes(
-            spec, settled.nodes, link, run, observers=[tee], placed=tee.follow, note=complain, warm=warm
+            spec, settled.nodes, link, run, observers=[tee, *guards], placed=follow, note=complain, warm=warm
         )
-        return launched, run
+        return launched, run, guards
 
 
 def _join(nproc: int, idle_s: float) -> ForkStarter | None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.hang_options import settle_hang
 from shardwise.cli.node_options import settle_nodes
+from shardwise.cli.presets import preset_variables, refuse_hopeless
+from shardwise.doctor.env_rules import Surroundings
 from shardwise.environment import profiler
 from shardwise.errors import LaunchError
 from shardwise.hardware import probe_gpus, usable_cores
@@ -18,9 +22,11 @@ from shardwise.launch.target import check_target
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from shardwise.doctor.guard import HangLimits
     from shardwise.launch.nodes import NodesSpec
 
-_DYNAMO_USERS = ("DistributedDataParallel", "fully_shard", "FullyShardedDataParallel", "compile", "DDP")
+_DDP = frozenset({"DistributedDataParallel", "DDP"})
+_DYNAMO_USERS = _DDP | {"fully_shard", "FullyShardedDataParallel", "compile"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +39,8 @@ class SettledLaunch:
     """To be forked from a warm server, which ends when idle this long; None starts a fork parent."""
     nodes: NodesSpec | None
     """The machines of the run; None when this is the only one."""
+    hang: HangLimits | None
+    """When ranks that others wait for are named; None if nobody looks."""
     note: str
     """What the user should know of how ranks will be started; empty when it is as asked."""
 
@@ -57,7 +65,21 @@ def settle_launch(target: Target, options: Mapping[str, Any]) -> SettledLaunch:
             "--warm forks ranks, and --start-method spawn or --no-python starts fresh processes", fix="leave one out"
         )
     nodes = settle_nodes(options)
-    nproc = read_nproc(options["nproc_per_node"], num_gpus=len(probe_gpus()), num_cores=usable_cores())
+    hang = None if isinstance(target, Program) else settle_hang(options)
+    num_gpus, cores = len(probe_gpus()), usable_cores()
+    nproc = read_nproc(options["nproc_per_node"], num_gpus=num_gpus, num_cores=cores)
+    names, added = _names(target), preset_variables(options["preset"])
+    refuse_hopeless(
+        added,
+        Surroundings(
+            interfaces=tuple(name for _, name in socket.if_nameindex()),
+            num_gpus=num_gpus,
+            uses_nccl=num_gpus > 0,
+            uses_ddp=bool(names and names & _DDP),
+            nproc=nproc,
+            cores=cores,
+        ),
+    )
     views = shown(
         redirects=options["redirects"], tee=options["tee"], ranks_filter=options["local_ranks_filter"], nproc=nproc
     )
@@ -69,20 +91,27 @@ def settle_launch(target: Target, options: Mapping[str, Any]) -> SettledLaunch:
         port=0
         if nodes
         else read_port(options["rdzv_endpoint"], options["master_port"], standalone=options["standalone"]),
+        record=hang is not None,
         fork=options["start_method"] == "fork" and not profiler() and not _is_folder(target),
         on_terminal=tuple((out.terminal, err.terminal) for out, err in views),
         grace_s=options["shutdown_timeout"],
-        preload=_preload(target),
+        preload=_preload(names),
+        variables=added,
     )
     return SettledLaunch(
         spec=spec,
         shown=views,
         nodes=nodes,
+        hang=hang,
         warm_idle_s=options["warm_idle"] if options["warm"] and spec.fork else None,
-        note=f"shardwise: a profiler is here ({profiler()}): ranks are fresh processes, not forks"
-        if profiler()
-        else "",
+        note=_note(target),
     )
+
+
+def _note(target: Target) -> str:
+    if isinstance(target, Program):
+        return "shardwise: a program that is not Python records no collectives: hangs of its ranks are not noticed"
+    return f"shardwise: a profiler is here ({profiler()}): ranks are fresh processes, not forks" if profiler() else ""
 
 
 def _is_folder(target: Target) -> bool:
@@ -90,18 +119,25 @@ def _is_folder(target: Target) -> bool:
     return isinstance(target, Script) and not target.path.endswith((".py", ".pyw"))
 
 
-def _preload(target: Target) -> tuple[str, ...]:
+def _preload(names: frozenset[str] | None) -> tuple[str, ...]:
     """What the fork parent imports: torch if the script can be seen to, and what its first DDP would bring in.
 
     A guess from the script's own words, wrong at no cost but time: whatever is missing is imported by the rank.
     """
+    if names is None:
+        return ()
+    return ("torch", "numpy", "torch._dynamo") if names & _DYNAMO_USERS else ("torch", "numpy")
+
+
+def _names(target: Target) -> frozenset[str] | None:
+    """Return the names that a script uses, none where it is none; None where it cannot be read."""
     if not isinstance(target, Script):
-        return ("torch", "numpy")
+        return frozenset()
     try:
         tree = ast.parse(Path(target.path).read_bytes())
     except (SyntaxError, ValueError, OSError):
-        return ()
+        return None
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
-    return ("torch", "numpy", "torch._dynamo") if names & set(_DYNAMO_USERS) else ("torch", "numpy")
+    return frozenset(names)

@@ -18,12 +18,11 @@ VERBS = {
     "verify": "Prove that a plan computes what one process computes.",
     "launch": "Start any script on many processes, in place of torchrun.",
     "train": "Train a described job on one or many processes.",
-    "watch": "Look at a run while it goes on (not built yet).",
+    "watch": "Look at a run while it goes on, in a terminal or on a page.",
     "checkpoint": "List, check, compare and convert checkpoints.",
     "bench": "Measure steps of a job: time, throughput, memory.",
-    "doctor": "Say what is wrong with a machine or a run (not built yet).",
+    "doctor": "Say what is wrong with a machine, its variables or a run.",
 }
-BUILT = frozenset({"bench", "checkpoint", "launch", "plan", "train", "verify"})
 
 
 class Verbs(click.Group):
@@ -37,11 +36,8 @@ class Verbs(click.Group):
         """Return the verb's command."""
         if cmd_name not in VERBS:
             return None
-        if cmd_name in BUILT:
-            module = importlib.import_module(f"shardwise.cli.{cmd_name}")
-            command: click.Command = module.command
-            return command
-        return _not_built(cmd_name)
+        command: click.Command = importlib.import_module(f"shardwise.cli.{cmd_name}").command
+        return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -50,19 +46,6 @@ class Verbs(click.Group):
         if args and not args[0].startswith("-") and args[0] not in VERBS:
             raise click.UsageError(f"there is no verb {args[0]!r}: {nearest(args[0], VERBS)}")
         return super().resolve_command(ctx, args)
-
-
-def _not_built(verb: str) -> click.Command:
-    def refuse(_arguments: tuple[str, ...]) -> None:
-        raise click.UsageError(f"{verb!r} is not built yet: use 'shardwise train'")
-
-    return click.Command(
-        verb,
-        callback=refuse,
-        params=[click.Argument(["_arguments"], nargs=-1, metavar="...", type=click.UNPROCESSED)],
-        help=VERBS[verb],
-        context_settings={"ignore_unknown_options": True},
-    )
 
 
 @click.command(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})

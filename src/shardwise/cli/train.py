@@ -9,25 +9,23 @@ from typing import TYPE_CHECKING
 
 import click
 
+from shardwise.cli.hang_options import hang_options, settle_hang, start_guard
 from shardwise.cli.node_options import node_options, settle_nodes
+from shardwise.cli.saving_options import saving_options, settle_saving
+from shardwise.cli.sinks import HELP, checked_sinks
 from shardwise.cli.summary import summarise
-from shardwise.errors import InputError, LaunchError
+from shardwise.errors import LaunchError
 from shardwise.run.console import complain
 from shardwise.run.exitcodes import BAD_INPUT, DONE, INTERRUPTED, JOB_FAILED, PREEMPTED
-from shardwise.run.keep import GRAMMAR, parse_keep
 
 if TYPE_CHECKING:
+    from shardwise.doctor.guard import HangLimits
     from shardwise.environment import Identity
     from shardwise.job import Job, JobReference
     from shardwise.launch import Launched
     from shardwise.plan import Device, Plan
     from shardwise.run import RunDirectory
-
-
-def _checked_keep(_context: click.Context, _option: click.Parameter, rules: str) -> str:
-    """Refuse rules that cannot be read before anything starts."""
-    parse_keep(rules)
-    return rules
+    from shardwise.watch.sinks import SinkSpec
 
 
 @click.command(
@@ -40,21 +38,20 @@ def _checked_keep(_context: click.Context, _option: click.Parameter, rules: str)
 @click.option("--plan", "plan_spec", default="auto", show_default=True, help="auto, preset, product or .toml file.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a field of the job or the plan.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Where to write the run (default: runs/NAME-TIME).")
-@click.option("--save-every", type=click.IntRange(min=0), default=0, help="Steps between checkpoints (0: at a stop).")
-@click.option(
-    "--keep",
-    default="3",
-    show_default=True,
-    metavar="RULES",
-    callback=_checked_keep,
-    help=f"Checkpoints that stay: {GRAMMAR}.",
-)
-@click.option("--must-save", is_flag=True, help="Fail when a checkpoint cannot be saved (default: say so and go on).")
-@click.option("--resume", default="never", help="A run directory or a checkpoint to go on from.")
+@saving_options
 @click.option("--max-restarts", type=click.IntRange(min=0), default=0, help="Times to go on after a failure.")
 @node_options
+@hang_options
 @click.option("--backend", help="gloo, nccl, mpi, ucc or cpu:gloo,cuda:nccl (default: by device).")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to train (default: cuda where there is one).")
+@click.option(
+    "--sink",
+    "sinks",
+    multiple=True,
+    metavar="KIND:PLACE",
+    callback=checked_sinks,
+    help=f"Mirror the run into a tracker, from a process of its own: {HELP}.",
+)
 def command(
     *,
     job: str,
@@ -62,14 +59,11 @@ def command(
     plan_spec: str,
     settings: tuple[str, ...],
     run_dir: Path | None,
-    save_every: int,
-    keep: str,
-    must_save: bool,
-    resume: str,
     max_restarts: int,
     backend: str | None,
     device: str | None,
-    **node: object,
+    sinks: tuple[SinkSpec, ...],
+    **more: object,
 ) -> int:
     """Train the Job in JOB.py, with progress, a report and a run directory."""
     from shardwise.cli.elsewhere import start_elsewhere
@@ -87,12 +81,12 @@ def command(
     me = identify()
     reference, plan_overrides = split_settings(job, settings)
     loaded = load_job(reference)
-    saving = {"save_every": save_every, "keep": keep, "must_save": must_save, "resume": _resumable(resume)}
+    saving, hang = settle_saving(more), settle_hang(more)
     if (submitted := start_by_slurm(reference.name, run_dir, grace_s=LaunchSpec.grace_s)) is not None:
         return submitted
-    nodes = settle_nodes({**node, "max_restarts": max_restarts})
+    nodes = settle_nodes({**more, "max_restarts": max_restarts})
     if me.world_size > 1 and (nodes is None or me.source != "slurm"):
-        _check_joining(me, nproc)
+        _check_joining(me, nproc, sinks)
         train_in_world(
             loaded, reference, plan_spec, plan_overrides, run_dir=run_dir, saving=saving, backend=backend, device=device
         )
@@ -110,30 +104,27 @@ def command(
         **saving,
     }
     if nodes is not None:
-        launched, run, is_first = train_on_nodes(nodes, plan, reference, order, nproc=nproc, run_dir=run_dir)
+        launched, run, is_first = train_on_nodes(
+            nodes, plan, reference, order, nproc=nproc, run_dir=run_dir, sinks=sinks, hang=hang
+        )
         return _conclude(launched, run, is_first=is_first)
     run = create_run(run_dir, reference.name)
     write_run_inputs(run, reference, plan)
-    return _conclude(_launch(order, run, nproc=nproc, max_restarts=max_restarts), run)
+    return _conclude(_launch(order, run, nproc=nproc, max_restarts=max_restarts, sinks=sinks, hang=hang), run)
 
 
-def _check_joining(me: Identity, nproc: int | None) -> None:
-    """Refuse to start ranks from a rank."""
+def _check_joining(me: Identity, nproc: int | None, sinks: tuple[SinkSpec, ...]) -> None:
+    """Refuse to start ranks or mirrors from a rank."""
+    if sinks:
+        raise LaunchError(
+            f"--sink {sinks[0]} goes with ranks that shardwise starts, and {me.source} has started this one",
+            fix=f"leave it out, and run shardwise watch RUN --sink {sinks[0]} beside it",
+        )
     if nproc is not None:
         raise LaunchError(
             f"--nproc {nproc} inside a world of {me.world_size} ranks that {me.source} started",
             fix="leave --nproc out, or start shardwise by itself",
         )
-
-
-def _resumable(resume: str) -> str:
-    """Return what ranks are told to go on from; refuse a path with nothing there before anything starts."""
-    if resume == "never":
-        return resume
-    path = Path(resume)
-    if not (path / "manifest.json").exists() and not any((path / name).is_dir() for name in ("", "checkpoints")):
-        raise InputError(f"--resume {resume} is no run directory and no checkpoint", fix="name one that is there")
-    return str(path.resolve())
 
 
 def split_settings(job: str, settings: tuple[str, ...]) -> tuple[JobReference, dict[str, str]]:
@@ -201,18 +192,24 @@ def _check(job: Job, plan: Plan) -> None:
         check_model(job, plan)
 
 
-def _launch(order: dict[str, object], run: RunDirectory, *, nproc: int, max_restarts: int) -> Launched:
+def _launch(
+    order: dict[str, object],
+    run: RunDirectory,
+    *,
+    nproc: int,
+    max_restarts: int,
+    sinks: tuple[SinkSpec, ...],
+    hang: HangLimits | None,
+) -> Launched:
     """Start the ranks with their order, and show what they do until they end."""
-    from shardwise.cli.follow import Follower
+    from shardwise.cli.follow import following
     from shardwise.cli.train_nodes import worker_spec
     from shardwise.launch import launch
 
-    follower = Follower(run)
-    try:
-        spec = worker_spec(order, run, nproc=nproc, max_restarts=max_restarts)
-        return launch(spec, run, observers=[follower], note=complain)
-    finally:
-        follower.close()
+    with following(run, sinks) as [follower]:
+        spec = worker_spec(order, run, nproc=nproc, max_restarts=max_restarts, record=hang is not None)
+        guards = start_guard(run, hang, range(nproc), say=follower.line)
+        return launch(spec, run, observers=[follower, *guards], note=complain)
 
 
 def _conclude(launched: Launched, run: RunDirectory, *, is_first: bool = True) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shardwise.cli.follow import Follower
+from shardwise.cli.follow import following
+from shardwise.cli.hang_options import start_guard
 from shardwise.cli.join import write_run_inputs
 from shardwise.launch import LaunchSpec, Module
 from shardwise.launch.nodes import join_run, node_facts
@@ -17,24 +19,30 @@ from shardwise.run import create_run, share_run
 from shardwise.run.console import complain
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
+    from shardwise.cli.follow import Follower
+    from shardwise.doctor.guard import HangLimits
     from shardwise.job import JobReference
     from shardwise.launch import Launched
     from shardwise.launch.nodes import NodesSpec
     from shardwise.plan import Plan
     from shardwise.run import RunDirectory
+    from shardwise.watch.sinks import SinkSpec
 
 PRELOAD = ("torch", "torch._dynamo")
 """What every rank would import: torch, and what the first DDP brings in (800 modules, 1.5 s)."""
 
 
-def worker_spec(order: Mapping[str, Any], run: RunDirectory, *, nproc: int, max_restarts: int) -> LaunchSpec:
+def worker_spec(
+    order: Mapping[str, Any], run: RunDirectory, *, nproc: int, max_restarts: int, record: bool
+) -> LaunchSpec:
     """Return what starts the workers of one machine, each with the same order and this run directory."""
     text = msgspec.json.encode({**order, "run": str(run.path.resolve())}).decode()
     worker = Module("shardwise.worker", (text,))
-    return LaunchSpec(target=worker, nproc=nproc, max_restarts=max_restarts, preload=PRELOAD)
+    return LaunchSpec(target=worker, nproc=nproc, max_restarts=max_restarts, preload=PRELOAD, record=record)
 
 
 def train_on_nodes(
@@ -45,10 +53,12 @@ def train_on_nodes(
     *,
     nproc: int,
     run_dir: Path | None,
+    sinks: Sequence[SinkSpec],
+    hang: HangLimits | None,
 ) -> tuple[Launched, RunDirectory, bool]:
     """Take part in a training on many machines; return how it ended, where, and whether this is the first of them.
 
-    `plan` is for the most nodes; ranks refit it to those that are there.
+    `plan` is for the most nodes; ranks refit it to those that are there. The first node mirrors the run into `sinks`.
     """
     for fewer in range(nodes.least, nodes.most):
         plan.refit(fewer * nproc)  # refuses now what it would refuse when a node is lost
@@ -65,12 +75,18 @@ def train_on_nodes(
         return run
 
     with join_run(nodes, facts, make_run, complain) as (link, run):
-        spec = worker_spec(order, run, nproc=nproc, max_restarts=nodes.max_restarts)
+        spec = worker_spec(order, run, nproc=nproc, max_restarts=nodes.max_restarts, record=hang is not None)
         is_first = link.node == 0
-        follower = Follower(run) if is_first else None
-        observers = [follower] if follower is not None else []
-        try:
-            return launch_nodes(spec, nodes, link, run, observers=observers, note=complain), run, is_first
-        finally:
-            if follower is not None:
-                follower.close()
+        shown: AbstractContextManager[list[Follower]] = following(run, sinks) if is_first else nullcontext([])
+        with shown as followers:
+            say = followers[0].line if followers else complain
+            guards = start_guard(run, hang, range(0), exchange=link, say=say)
+
+            def follow(ranks: range) -> None:
+                for guard in guards:
+                    guard.follow(ranks)
+
+            launched = launch_nodes(
+                spec, nodes, link, run, observers=[*followers, *guards], placed=follow, note=complain
+            )
+            return launched, run, is_first

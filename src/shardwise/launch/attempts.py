@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import socket
 import sys
 from dataclasses import dataclass, field
@@ -12,13 +13,15 @@ from typing import TYPE_CHECKING
 from shardwise.environment import base_environment, rank_environment
 from shardwise.errors import LaunchError
 from shardwise.hardware import usable_cores
+from shardwise.launch.explain import verdict
 from shardwise.launch.last_words import UNCAUGHT, last_words
-from shardwise.launch.policy import Decision, Restart, decide
+from shardwise.launch.policy import Decision, Finish, GiveUp, RankExit, Restart, decide
 from shardwise.launch.starters import ForkStarter, Output, PlainStarter, Starter
 from shardwise.launch.supervise import Observer, Outcome, supervise
 from shardwise.launch.target import Program, Target
 from shardwise.run.exitcodes import describe_exit
 from shardwise.run.failure import read_failure
+from shardwise.run.launch_events import LaunchLog, launch_log
 from shardwise.run.variables import write_variables
 
 if TYPE_CHECKING:
@@ -49,6 +52,10 @@ class LaunchSpec:
     """Between asking ranks to stop and killing them."""
     preload: tuple[str, ...] = ("torch",)
     """Modules that the fork parent imports; never the user's."""
+    record: bool = False
+    """Whether ranks record their collectives in the run directory, for who looks on."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """What ranks get beside the user's own variables: those of a preset."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,18 +74,18 @@ def launch(
     *,
     observers: Sequence[Observer] = (),
     note: Callable[[str], None] = lambda _: None,
-    warm: ForkStarter | None = None,
+    warm: contextlib.AbstractContextManager[Starter] | None = None,
 ) -> Launched:
     """Run the target on all ranks, again after failures as the spec allows; nothing is left running after.
 
-    `warm` is a fork parent that a warm server lent; without one, one is started.
+    `warm` is a fork parent that a warm server lent, or that serves several launches; without one, one is started.
     """
-    environ = base_environment(local_world_size=spec.nproc, cores=usable_cores())
+    environ = node_environment(spec)
     write_variables(run, environ)
-    with warm or starter_for(spec, environ, note) as starter:
+    with launch_log(run) as log, warm or starter_for(spec, environ, note) as starter:
         restarts = 0
         while True:
-            outcome = _attempt(spec, run, starter, restarts, observers)
+            outcome = _attempt(spec, run, starter, log, restarts=restarts, observers=observers)
             decision = decide(
                 outcome.exits,
                 max_restarts=spec.max_restarts,
@@ -86,9 +93,28 @@ def launch(
                 stop_requested=bool(outcome.interrupted),
             )
             if not isinstance(decision, Restart):
-                return Launched(decision=decision, outcome=outcome, restarts=restarts)
+                launched = Launched(decision=decision, outcome=outcome, restarts=restarts)
+                write_end(log, launched)
+                return launched
             restarts = decision.attempt
+            log.restart(restarts, spec.max_restarts, verdict(outcome))
             note(f"rank {decision.cause.rank} failed; restart {restarts} of {spec.max_restarts}")
+
+
+def node_environment(spec: LaunchSpec) -> dict[str, str]:
+    """Return what all ranks of this machine share."""
+    return {**base_environment(local_world_size=spec.nproc, cores=usable_cores()), **spec.variables}
+
+
+def write_end(log: LaunchLog, launched: Launched) -> None:
+    """Write down how a launch ended, and why if it failed."""
+    decision = launched.decision
+    if isinstance(decision, GiveUp):
+        log.verdict(verdict(launched.outcome) or "the ranks were stopped before they were done")
+        state = "failed"
+    else:
+        state = "stopped" if launched.outcome.interrupted or decision != Finish() else "finished"
+    log.finish(state, restarts=launched.restarts)
 
 
 @contextlib.contextmanager
@@ -111,7 +137,13 @@ def starter_for(spec: LaunchSpec, environ: Mapping[str, str], note: Callable[[st
 
 
 def _attempt(
-    spec: LaunchSpec, run: RunDirectory, starter: Starter, restarts: int, observers: Sequence[Observer]
+    spec: LaunchSpec,
+    run: RunDirectory,
+    starter: Starter,
+    log: LaunchLog,
+    *,
+    restarts: int,
+    observers: Sequence[Observer],
 ) -> Outcome:
     """Start a store and all ranks, and wait until the last has ended."""
     # A fresh server on a fresh port for every attempt: keys of a dead attempt can mislead nobody.
@@ -121,9 +153,11 @@ def _attempt(
     try:
         place = Place(world_size=spec.nproc, store_host=LOOPBACK, store_port=port, restarts=restarts)
         ranks = start_ranks(spec, run, starter, place)
+        write_start(log, spec, place, ranks)
         return supervise(
             ranks,
             failure_of=partial(find_failure, run),
+            ended=partial(write_exit, log),
             observers=observers,
             lost=lambda: starter.lost or describe_lost_store(store),
             grace_s=spec.grace_s,
@@ -159,6 +193,7 @@ def start_ranks(spec: LaunchSpec, run: RunDirectory, starter: Starter, place: Pl
         "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
         "TORCHELASTIC_RUN_ID": spec.run_id,
         **place.variables,
+        **spec.variables,
     }
     ranks = []
     for local_rank in range(spec.nproc):
@@ -171,11 +206,34 @@ def start_ranks(spec: LaunchSpec, run: RunDirectory, starter: Starter, place: Pl
             cores=usable_cores(),
             extra=shared,
         )
+        if "NCCL_DEBUG" in environ:  # beside what the rank says, not in it, and never in one file with its peers
+            environ.setdefault("NCCL_DEBUG_FILE", run.nccl_log(rank))
         run.error(rank).unlink(missing_ok=True)
         out, err = spec.on_terminal[local_rank] if spec.on_terminal else (False, False)
-        output = Output(stdout=None if out else run.stdout(rank), stderr=None if err else run.stderr(rank))
+        output = Output(
+            stdout=None if out else run.stdout(rank),
+            stderr=None if err else run.stderr(rank),
+            record=run.path.absolute() if spec.record and not isinstance(spec.target, Program) else None,
+        )
         ranks.append(starter.start_rank(rank, spec.target, environ, output=output, failure=run.error(rank)))
     return ranks
+
+
+def write_start(log: LaunchLog, spec: LaunchSpec, place: Place, ranks: Sequence[RankProcess]) -> None:
+    """Write down which ranks this node has started."""
+    words = spec.target.words()
+    log.attempt(
+        place.restarts,
+        {process.rank: process.pid for process in ranks},
+        target=shlex.join(words[: len(words) - len(spec.target.arguments)]),  # arguments may hold secrets
+        world_size=place.world_size,
+        nodes=place.num_nodes,
+    )
+
+
+def write_exit(log: LaunchLog, exit_: RankExit) -> None:
+    """Write down how a rank ended."""
+    log.exit(exit_.rank, exit_.returncode, stopped=exit_.stopped, failure=exit_.failure)
 
 
 def find_failure(run: RunDirectory, rank: int, returncode: int) -> Failure | None:

@@ -13,9 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.environment import adopt, num_threads
+from shardwise.environment import adopt, identify, num_threads
 from shardwise.launch.main_module import become, execute
 from shardwise.launch.processes import die_with_parent
+from shardwise.record import start_record
+from shardwise.run import RunDirectory
 from shardwise.run.failure import describe_failure, write_failure
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ def rank_work(order: StartRank, parent: int) -> Callable[[], None]:
         os.execvpe(argv[0], argv, order.environ)  # noqa: S606 - the program the user named
     adopt(order.environ)
     _settle_libraries(order.environ)
+    if order.record:
+        start_record(RunDirectory(Path(order.record)), order.rank, identify().world_size)
     return partial(_run, order)
 
 

@@ -3,37 +3,51 @@
 from __future__ import annotations
 
 import signal
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from shardwise.launch.policy import RankExit, root_cause
 from shardwise.run.exitcodes import describe_exit
+from shardwise.run.known_errors import translate
 
 if TYPE_CHECKING:
     from shardwise.launch.supervise import Outcome
     from shardwise.run import RunDirectory
 
 _LOG_LINES = 20
+_MOST_LETTERS = 200
+"""Of a message in the last line: the whole is in the traceback above."""
 
 
 def explain_outcome(outcome: Outcome, run: RunDirectory) -> str:
     """Return the closing report of a failed launch, its last line the root cause; empty when all went well."""
     cause = root_cause(outcome.exits)
     if cause is None:
-        return f"{outcome.lost}, so all ranks were stopped" if outcome.lost else ""
+        return verdict(outcome)
     others = [exit_ for exit_ in outcome.exits if exit_.failed and exit_.rank != cause.rank]
     parts = [f"{_name(exit_)} then failed too: {_summary(exit_)}" for exit_ in others]
     parts.append(_evidence(cause, run))
-    parts.append(
-        f"{_name(cause)} failed first: {_summary(cause)}"
-        if cause.failed
-        else f"{_name(cause)} left first: exit code 0 while its peers still needed it; they lost their connection"
-    )
+    parts.append(verdict(outcome, end_of_log(cause, run)))
+    return "\n".join(part for part in parts if part)
+
+
+def verdict(outcome: Outcome, log: tuple[str, ...] = ()) -> str:
+    """Return the root cause of a failed launch in one sentence, with what to do if known; empty when all went well.
+
+    `log` is what the rank said last, where it could not write its failure down.
+    """
+    cause = root_cause(outcome.exits)
+    if cause is None:
+        return f"{outcome.lost}, so all ranks were stopped" if outcome.lost else ""
     if cause.returncode == -signal.SIGKILL and outcome.out_of_memory:
-        parts[-1] = (
+        return (
             f"{_name(cause)} failed first: SIGKILL by the kernel, host memory ran out:"
             " use fewer ranks, fewer DataLoader workers, smaller batches, or a larger memory limit"
         )
-    return "\n".join(part for part in parts if part)
+    if cause.failed:
+        known = translate("\n".join(_said(cause, log)), cause.returncode)
+        return f"{_name(cause)} failed first: {_summary(cause)}" + (f": {known}" if known else "")
+    return f"{_name(cause)} left first: exit code 0 while its peers still needed it; they lost their connection"
 
 
 def end_of_log(exit_: RankExit, run: RunDirectory) -> tuple[str, ...]:
@@ -51,9 +65,14 @@ def _name(exit_: RankExit) -> str:
 def _summary(exit_: RankExit) -> str:
     if exit_.failure is None:
         return describe_exit(exit_.returncode)
-    first_line = (exit_.failure.message.splitlines() or [""])[0]
+    first_line = shorten((exit_.failure.message.splitlines() or [""])[0], _MOST_LETTERS, placeholder=" ...")
     where = "" if exit_.place else f" (on {exit_.failure.host})"
     return f"{exit_.failure.kind}: {first_line}{where}"
+
+
+def _said(exit_: RankExit, log: tuple[str, ...]) -> tuple[str, ...]:
+    """What a rank said of its end: its exception, else the end of its log."""
+    return (exit_.failure.kind, exit_.failure.message) if exit_.failure is not None else (*exit_.log, *log)
 
 
 def _evidence(cause: RankExit, run: RunDirectory) -> str:

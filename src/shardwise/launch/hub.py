@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shardwise.launch.node_messages import Beat, Ended, FromNode, Hello, Over, Refused, rebased
+from shardwise.launch.node_messages import Beat, Ended, FromNode, Hello, Over, Refused, Relay, rebased
 from shardwise.launch.processes import start_fork
 from shardwise.launch.roster import Roster
 from shardwise.launch.secret import Challenge, Proof, is_proof, new_nonce, prove
@@ -123,12 +123,19 @@ class Hub:
                 if not self._greet(peer, message):
                     messages = None
                     break
+            elif isinstance(message, Relay):
+                self._hand_on(peer, message)
             else:
                 self._roster.hear(peer.node, _dated(message), now)
         silent_s = now - peer.wire.heard_at
         if messages is None or silent_s > LOST_S or (peer.node is None and now - peer.since > _GREETING_S):
             how = "its connection closed" if messages is None else f"silent for {silent_s:.0f} s"
             self._drop(peer, how, now)
+
+    def _hand_on(self, sender: _Peer, message: Relay) -> None:
+        for peer in self._peers:
+            if peer is not sender and peer.node is not None and (message.to_all or peer.node == 0):
+                peer.wire.push(message)
 
     def _greet(self, peer: _Peer, message: FromNode) -> bool:
         """Take in what one says that is no node yet; False when it is not to become one."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import LaunchError
 from shardwise.launch.hub import BEAT_S, LOST_S
-from shardwise.launch.node_messages import Beat, FromHub, Hello, Note, Refused, Welcome
+from shardwise.launch.node_messages import Beat, FromHub, Hello, Note, Refused, Relay, Welcome
 from shardwise.launch.secret import PROTOCOL, Challenge, Proof, is_proof, new_nonce, prove
 from shardwise.launch.wire import Wire
 
@@ -42,6 +42,7 @@ class Link:
         self._note = note
         self._inbox: queue.SimpleQueue[FromHub] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[msgspec.Struct] = queue.SimpleQueue()
+        self._relayed: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._bell, self._rope = socket.socketpair()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -61,6 +62,17 @@ class Link:
                 self._note(message.text)
             else:
                 found.append(message)
+        return found
+
+    def relay(self, body: str, *, to_all: bool = False) -> None:
+        """Say something to who looks on at node 0, or from there at all other nodes."""
+        self.send(Relay(body, to_all))
+
+    def take_relayed(self) -> list[str]:
+        """Return what those who look on at other nodes have said since the last look."""
+        found = []
+        while not self._relayed.empty():
+            found.append(self._relayed.get())
         return found
 
     def close(self) -> None:
@@ -91,7 +103,9 @@ class Link:
                     self.lost = f"node 0 ({self.hub_address}), which holds the store, {how}"
                     return
                 for message in messages:
-                    if not isinstance(message, Beat):
+                    if isinstance(message, Relay):
+                        self._relayed.put(message.body)
+                    elif not isinstance(message, Beat):
                         self._inbox.put(message)
                 if now >= next_beat:
                     next_beat = now + BEAT_S

@@ -132,8 +132,15 @@ class Over(msgspec.Struct, frozen=True, tag="over"):
     out_of_memory: bool = False
 
 
-FromNode = Proof | Hello | Beat | Ready | Opened | Met | Failing | Leaving | Ended
-FromHub = Challenge | Proof | Welcome | Refused | Beat | Meet | Stop | Note | Again | Over
+class Relay(msgspec.Struct, frozen=True, tag="relay"):
+    """What those who look on at nodes say to each other, and the hub does not read: to node 0, or from it to all."""
+
+    body: str
+    to_all: bool = False
+
+
+FromNode = Proof | Hello | Beat | Ready | Opened | Met | Failing | Leaving | Ended | Relay
+FromHub = Challenge | Proof | Welcome | Refused | Beat | Meet | Stop | Note | Again | Over | Relay
 
 
 def rebased(exits: Iterable[RankExit]) -> tuple[RankExit, ...]:

@@ -18,6 +18,8 @@ class StartRank(msgspec.Struct, frozen=True, tag="start"):
     stderr: str | None
     failure: str
     """Where the rank writes down the exception that ends it."""
+    record: str = ""
+    """Run directory in which the rank records its collectives; empty for no record."""
     fresh: bool = False
     """Whether the fork only starts a fresh interpreter or program."""
 

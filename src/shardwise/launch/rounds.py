@@ -10,16 +10,18 @@ from functools import partial
 from signal import Signals
 from typing import TYPE_CHECKING
 
-from shardwise.environment import base_environment
-from shardwise.hardware import usable_cores
 from shardwise.launch.attempts import (
     Launched,
     LaunchSpec,
     Place,
     describe_lost_store,
     find_failure,
+    node_environment,
     start_ranks,
     starter_for,
+    write_end,
+    write_exit,
+    write_start,
 )
 from shardwise.launch.channel import Channel
 from shardwise.launch.explain import end_of_log
@@ -41,6 +43,7 @@ from shardwise.launch.node_messages import (
 from shardwise.launch.orders import Assembly, StartMeeting
 from shardwise.launch.policy import Finish, GiveUp, RankExit
 from shardwise.launch.supervise import Observer, Outcome, caught_signals, supervise
+from shardwise.run.launch_events import LaunchLog, launch_log
 from shardwise.run.variables import write_variables
 
 if TYPE_CHECKING:
@@ -80,19 +83,25 @@ def launch_nodes(
 
     `placed` hears which ranks are this node's, before each round starts them. Nothing is left running after.
     """
-    environ = base_environment(local_world_size=spec.nproc, cores=usable_cores())
+    environ = node_environment(spec)
     if link.node == 0 or not run.environment.exists():  # nodes may share a disk
         write_variables(run, environ)
     address = own_address(nodes.local_addr) if nodes.local_addr else link.own_address
     spec = replace(spec, preload=(*spec.preload, PRELOAD) if spec.preload else ())
     signals: list[int] = []
-    with caught_signals(signals), warm or starter_for(spec, environ, note) as starter:
-        node = _Node(spec, nodes, link, run, starter, environ, interface_of(address), signals, note)
+    with (
+        launch_log(run, link.node) as log,
+        caught_signals(signals),
+        warm or starter_for(spec, environ, note) as starter,
+    ):
+        node = _Node(spec, nodes, link, run, starter, environ, interface_of(address), signals, note, log)
         try:
             while True:
                 node.run_round(observers, placed)
         except _Ended as end:
-            return _launched(end.over, node.restarts)
+            launched = _launched(end.over, node.restarts)
+            write_end(log, launched)
+            return launched
 
 
 def _launched(over: Over, restarts: int) -> Launched:
@@ -117,6 +126,7 @@ class _Node:
     signals: list[int]
     """That came while no rank was running."""
     note: Callable[[str], None]
+    log: LaunchLog
     round: int = 0
     restarts: int = 0
     meet: Meet | None = None
@@ -131,6 +141,8 @@ class _Node:
         """Take part in one round, and return when the hub calls the next; _Ended when there is none."""
         with self._store() as store:
             meet = self._wait_for_meet(store)
+            if meet.restarts > self.restarts and self.link.node == 0:
+                self.log.restart(meet.restarts, self.nodes.max_restarts, self.stop.reason if self.stop else "")
             self.round, self.restarts = meet.round, meet.restarts
             try:
                 self._take_part(meet, store, observers, placed)
@@ -241,24 +253,17 @@ class _Node:
         observers: Sequence[Observer],
         placed: Callable[[range], None],
     ) -> None:
-        index = assembly.nodes.index(self.link.node)
-        first = sum(assembly.nprocs[:index])
-        place = Place(
-            world_size=sum(assembly.nprocs),
-            store_host=self.link.hub_address,
-            store_port=meet.port,
-            restarts=meet.restarts,
-            first_rank=first,
-            node=index,
-            num_nodes=len(assembly.nodes),
-            variables={name: self.interface for name in _INTERFACES if self.interface and name not in self.environ},
-        )
-        ranks = range(first, first + self.spec.nproc)
+        variables = {name: self.interface for name in _INTERFACES if self.interface and name not in self.environ}
+        place = _place(self.link, meet, assembly, variables)
+        ranks = range(place.first_rank, place.first_rank + self.spec.nproc)
         placed(ranks)
         self.note(_describe(self.link.node, place, ranks, self.interface))
+        started = start_ranks(self.spec, self.run, self.starter, place)
+        write_start(self.log, self.spec, place, started)
         outcome = supervise(
-            start_ranks(self.spec, self.run, self.starter, place),
+            started,
             failure_of=partial(find_failure, self.run),
+            ended=partial(write_exit, self.log),
             observers=observers,
             lost=partial(self._lost, store),
             elsewhere=self,
@@ -301,6 +306,21 @@ class _Node:
                     self.round = round_
                 case Over():
                     self.over = message
+
+
+def _place(link: Link, meet: Meet, assembly: Assembly, variables: Mapping[str, str]) -> Place:
+    """Say where this node's ranks stand in the world that the nodes have agreed on."""
+    index = assembly.nodes.index(link.node)
+    return Place(
+        world_size=sum(assembly.nprocs),
+        store_host=link.hub_address,
+        store_port=meet.port,
+        restarts=meet.restarts,
+        first_rank=sum(assembly.nprocs[:index]),
+        node=index,
+        num_nodes=len(assembly.nodes),
+        variables=variables,
+    )
 
 
 def _describe(node: int, place: Place, ranks: range, interface: str) -> str:

@@ -29,6 +29,7 @@ from shardwise.launch.orders import (
     StartStore,
 )
 from shardwise.launch.processes import RankProcess, start_program
+from shardwise.record.fresh import record_variables
 from shardwise.run.exitcodes import describe_exit
 
 if TYPE_CHECKING:
@@ -67,6 +68,14 @@ class Output:
 
     stdout: Path | None
     stderr: Path | None
+    record: Path | None = None
+    """Run directory in which it records its collectives; None for no record."""
+
+
+def _of_a_fresh_process(environ: Mapping[str, str], output: Output, failure: Path) -> dict[str, str]:
+    """Return the environment of a rank that is a fresh interpreter or program, and must be told by it."""
+    record = {} if output.record is None else record_variables(environ, output.record)
+    return {**environ, **record, "TORCHELASTIC_ERROR_FILE": str(failure.with_suffix(".record.json"))}
 
 
 class PlainStarter:
@@ -78,8 +87,8 @@ class PlainStarter:
         self, rank: int, target: Target, environ: Mapping[str, str], *, output: Output, failure: Path
     ) -> RankProcess:
         """Start one rank as its own process."""
-        extra = {"TORCHELASTIC_ERROR_FILE": str(failure.with_suffix(".record.json"))}
-        return start_program(rank, target.argv(), {**environ, **extra}, stdout=output.stdout, stderr=output.stderr)
+        environ = _of_a_fresh_process(environ, output, failure)
+        return start_program(rank, target.argv(), environ, stdout=output.stdout, stderr=output.stderr)
 
     def start_store(self, listener: socket.socket) -> RankProcess:
         """Start a process that serves the store; it imports torch while the ranks do."""
@@ -140,8 +149,10 @@ class ForkStarter:
     ) -> RankProcess:
         """Order one rank."""
         stdout, stderr = (None if path is None else str(path) for path in (output.stdout, output.stderr))
-        extra = {"TORCHELASTIC_ERROR_FILE": str(failure.with_suffix(".record.json"))} if self._fresh else {}
-        order = StartRank(rank, target, {**environ, **extra}, stdout, stderr, str(failure), self._fresh)
+        if self._fresh:
+            environ = _of_a_fresh_process(environ, output, failure)
+        record = "" if output.record is None else str(output.record)
+        order = StartRank(rank, target, dict(environ), stdout, stderr, str(failure), record, self._fresh)
         return self._order(rank, order)
 
     def start_store(self, listener: socket.socket) -> RankProcess:

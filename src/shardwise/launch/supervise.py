@@ -33,10 +33,10 @@ _FORWARDED: Mapping[int, signal.Signals] = {signal.SIGUSR1: signal.SIGUSR1}
 
 
 class Observer(Protocol):
-    """Something that looks on while ranks run: a progress view, later a hang detector."""
+    """Something that looks on while ranks run: a progress view, a guard against hangs."""
 
-    def tick(self) -> None:
-        """Look now; called about ten times a second and once after the last rank ended."""
+    def tick(self) -> str | None:
+        """Look now; called about ten times a second and once after the last rank ended. Words stop the ranks."""
 
 
 class Elsewhere(Protocol):
@@ -96,6 +96,7 @@ def supervise(
     processes: Sequence[RankProcess],
     *,
     failure_of: Callable[[int, int], Failure | None],
+    ended: Callable[[RankExit], None] = lambda _: None,
     observers: Sequence[Observer] = (),
     lost: Callable[[], str] = lambda: "",
     elsewhere: Elsewhere | None = None,
@@ -105,8 +106,9 @@ def supervise(
 ) -> Outcome:
     """Wait for all ranks; after a failure, a signal or the time limit, stop all and reap them.
 
-    `failure_of` returns what a rank with this exit code wrote down. `lost` says what else has ended that ranks cannot
-    go on without; empty while all is there. `elsewhere` are the other nodes, None when there are none.
+    `failure_of` returns what a rank with this exit code wrote down. `ended` hears of each exit as it is seen. `lost`
+    says what else has ended that ranks cannot go on without; empty while all is there. `elsewhere` are the other
+    nodes, None when there are none.
     """
     watch = _Watch({process.rank: process for process in processes})
     kills_before = oom_kills()
@@ -121,11 +123,12 @@ def supervise(
             if missing and watch.stopping_since is None:
                 watch.stop_at = now  # ranks would wait for each other until a time limit
                 _stop_if_needed(watch, now, grace_s)  # before the look at their exits, which explain nothing now
-            _reap(watch, now, failure_of)
+            for exit_ in _reap(watch, now, failure_of):
+                ended(exit_)
             if elsewhere is not None:
                 _talk(watch, elsewhere)
             for observer in observers:
-                observer.tick()
+                missing = observer.tick() or missing
             if deadline is not None and now > deadline and watch.running and not timed_out:
                 timed_out = tuple(sorted(watch.running))
                 for process in watch.running.values():
@@ -143,7 +146,9 @@ def supervise(
     )
 
 
-def _reap(watch: _Watch, now: float, failure_of: Callable[[int, int], Failure | None]) -> None:
+def _reap(watch: _Watch, now: float, failure_of: Callable[[int, int], Failure | None]) -> list[RankExit]:
+    """Take note of the ranks that have ended since the last look, and return them."""
+    known = len(watch.exits)
     for rank, process in list(watch.running.items()):
         returncode = process.poll()
         if returncode is None:
@@ -160,6 +165,7 @@ def _reap(watch: _Watch, now: float, failure_of: Callable[[int, int], Failure | 
         watch.exits.append(exit_)
         if exit_.failed:
             watch.stop_at = min(watch.stop_at, now if exit_.is_certain else now + SETTLE_S)
+    return watch.exits[known:]
 
 
 def _talk(watch: _Watch, elsewhere: Elsewhere) -> None:

@@ -57,6 +57,11 @@ class RunDirectory:
         return self.path / "weights.pt"
 
     @property
+    def sinks(self) -> Path:
+        """Folder of what mirrors into trackers remember and said."""
+        return self.path / "sinks"
+
+    @property
     def report_json(self) -> Path:
         """The final report for programs."""
         return self.path / "report.json"
@@ -70,6 +75,26 @@ class RunDirectory:
         """Events of one rank, one JSON object per line."""
         return self.path / "events" / f"rank{rank}.jsonl"
 
+    def launcher_events(self, node: int = 0) -> Path:
+        """Events of one node's launcher, one JSON object per line."""
+        return self.path / "events" / (f"launcher-{node}.jsonl" if node else "launcher.jsonl")
+
+    def recorder(self, rank: int) -> Path:
+        """The ring of one rank's last phases."""
+        return self.path / "recorder" / f"rank{rank}.ring"
+
+    def calls(self, rank: int) -> Path:
+        """The ring of one rank's last collectives."""
+        return self.path / "recorder" / f"rank{rank}.calls"
+
+    def stack_samples(self, rank: int) -> Path:
+        """Where one rank writes the stacks of its threads whenever it is asked to."""
+        return self.path / "recorder" / f"rank{rank}.stacks"
+
+    def stacks(self, rank: int) -> Path:
+        """Stacks of one rank's threads at the time of a verdict; absent when there was none."""
+        return self.path / "stacks" / f"rank{rank}.txt"
+
     def stdout(self, rank: int) -> Path:
         """Standard output of one rank."""
         return self.path / "logs" / f"rank{rank}.out"
@@ -77,6 +102,14 @@ class RunDirectory:
     def stderr(self, rank: int) -> Path:
         """Standard error of one rank."""
         return self.path / "logs" / f"rank{rank}.err"
+
+    def nccl_log(self, rank: int) -> str:
+        """Where NCCL writes what it tells of one rank: a pattern in which NCCL itself fills in host and process."""
+        return str(self.path.absolute()).replace("%", "%%") + f"/logs/rank{rank}.nccl.%h.%p"
+
+    def nccl_logs(self) -> list[Path]:
+        """What NCCL wrote, all ranks and attempts."""
+        return sorted((self.path / "logs").glob("rank*.nccl.*"))
 
     def error(self, rank: int) -> Path:
         """Failure of one rank (JSON); absent when it did not fail."""
@@ -90,7 +123,7 @@ class RunDirectory:
 
     def remove(self) -> None:
         """Delete what `create_run` made: for runs refused before their first step."""
-        for name in _FOLDERS:
+        for name in (*_FOLDERS, "recorder", "stacks", "sinks"):
             shutil.rmtree(self.path / name, ignore_errors=True)
         for file in (self.job, self.plan, self.environment, self.timeline):
             file.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ INTERRUPTED = 130
 
 _SIGNAL_CAUSES = {
     signal.SIGKILL: "usually the kernel when host memory runs out, or kill -9",
-    signal.SIGBUS: "usually a full /dev/shm: give the container more shared memory",
+    signal.SIGBUS: "memory that a file or /dev/shm could not give",
     signal.SIGSEGV: "a native library read memory it does not own",
     signal.SIGABRT: "a native library gave up; its last words are in the log",
     signal.SIGTERM: "something asked it to stop",

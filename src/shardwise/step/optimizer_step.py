@@ -28,6 +28,7 @@ class OptimizerStep:
         self.origin = parts.origin
         self.number = parts.first_step
         self.base_rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.mark = parts.mark
         self._rate_factor = job.schedule
         self._autocast = parts.autocast
         self._sync = parts.sync
@@ -46,9 +47,11 @@ class OptimizerStep:
         """Move the parameters by their summed gradients and report, on every rank; `total` is this rank's loss sum."""
         if self._before_update is not None:
             self._before_update()
+        self.mark("optimizer", self.number)
         update = self.update(self.optimizer)
         for parameter in self._parameters:
             parameter.grad = None  # 15 us a step less than optimizer.zero_grad, which does the same
         number, self.number = self.number, self.number + 1
+        self.mark("data", self.number)
         rate = self.optimizer.param_groups[0]["lr"]
         return StepReport(number, batch.cursor, total, batch.samples, batch.denominator, rate, *update)

@@ -58,6 +58,7 @@ class PipelineStep(OptimizerStep):
     def __call__(self, batch: StepBatch) -> StepReport:
         """Train on one global batch; communicates over the pp group and through the gradient sync, on every rank."""
         self._begin()
+        self.mark("forward", self.number)
         schedule = self._schedule_for(batch.micro_batches)
         # In fp64 whatever the loss is in: the sum over all real rows divided by the one denominator of the global
         # batch is the mean one process would compute.
@@ -117,6 +118,7 @@ class PipelineStep(OptimizerStep):
             self._ports[shape],
             num_micro_batches=len(micro_batches),
             loss=lambda loss: loss * self._weight,
+            mark=lambda phase: self.mark(phase, self.number),
             group=self._group,
             device=self._device,
         )

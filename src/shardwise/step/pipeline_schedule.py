@@ -37,11 +37,15 @@ class Schedule:
         *,
         num_micro_batches: int,
         loss: Callable[[Tensor], Tensor],
+        mark: Callable[[str], None],
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        """`loss` turns the last stage's output into what is back-propagated; `group` joins the ranks along pp."""
-        placed = [_PlacedStage(stage, ports[stage.index], group, device) for stage in stages]
+        """`loss` turns the last stage's output into what is back-propagated; `group` joins the ranks along pp.
+
+        `mark` is told when forward and backward of each micro-batch begin.
+        """
+        placed = [_PlacedStage(stage, ports[stage.index], group, device, mark) for stage in stages]
         options: dict[str, Any] = {
             "n_microbatches": num_micro_batches,
             "loss_fn": lambda output, _: loss(output),
@@ -67,16 +71,35 @@ class _PlacedStage(PipelineStage):
 
     choose: Callable[[int], Callable[[nn.Module], Any]]
 
-    def __init__(self, stage: Stage, ports: Ports, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        ports: Ports,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        mark: Callable[[str], None],
+    ) -> None:
         super().__init__(
             stage, stage.index, stage.num_stages, device, input_args=ports[0], output_args=ports[1], group=group
         )
         self._stage = stage
+        self._mark = mark
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run one micro-batch."""
+        self._mark("forward")
         self._stage.program = self.choose(fwd_chunk_id)
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one micro-batch back: all of it, or its inputs' gradients alone."""
+        self._mark("backward")
+        return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the weights' gradients of one micro-batch."""
+        self._mark("backward")
+        return super().backward_weight_one_chunk(*args, **kwargs)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Leave out neighbours on this rank: torch 2.11 has V-shaped schedules greet themselves, which gloo refuses."""

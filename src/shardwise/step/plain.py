@@ -61,6 +61,7 @@ class PlainStep(OptimizerStep):
 
     def _backward(self, micro_batch: MicroBatch, weight: float) -> Tensor:
         """Forward, loss and backward of one micro-batch; returns its loss sum over real rows."""
+        self.mark("forward", self.number)
         batch, rows, filled = micro_batch.batch, micro_batch.rows, micro_batch.filled
         for norm in self._batch_norms:
             norm.rows = None if rows == filled else (rows, filled)
@@ -69,6 +70,7 @@ class PlainStep(OptimizerStep):
             if rows < filled and self._loss.by_row:
                 output, batch = cut_output(output, rows, filled), cut_rows(batch, rows, filled)
             loss: Tensor = self._loss.sum(output, batch)
+        self.mark("backward", self.number)
         del output  # backward does not need it, and the logits of a large vocabulary are gigabytes
         if not rows:
             loss = loss * 0  # a spare row took part so that this rank issues its collectives; it counts for nothing

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import torch
 
+from shardwise.step.marks import Mark, nobody
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
@@ -85,6 +87,8 @@ class StepParts:
     """Looks at the first gradients before they are summed."""
     before_update: Callable[[], None] | None = None
     """Looks at the gradients of every step when they are summed, before they are clipped."""
+    mark: Mark = nobody
+    """Is told when a phase of a step begins."""
 
 
 class Step(Protocol):
@@ -102,6 +106,9 @@ class Step(Protocol):
     """Steps done."""
     base_rates: list[float]
     """Learning rate of each parameter group before the schedule."""
+    mark: Mark
+    """Is told by the step when forward, backward and optimizer begin, and that what follows the step is the data of
+    the next; a loop tells it what else it does between steps. May be set between steps."""
 
     def __call__(self, batch: StepBatch) -> StepReport:
         """Train on one global batch; called on every rank."""

@@ -24,6 +24,7 @@ from shardwise.parallel.stages import count_layers, find_layers, split_stages
 from shardwise.parallel.support import require_supported, uses_ddp
 from shardwise.parallel.tensor_rules import find_rules
 from shardwise.parallel.weights import share_values
+from shardwise.step.marks import nvtx_ranges, tell
 from shardwise.step.pipeline import PipelineStep
 from shardwise.step.plain import PlainStep
 from shardwise.step.step import Autocast, StepParts
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from shardwise.parallel.blueprint import Blueprint
     from shardwise.parallel.stage_plan import StageCut
     from shardwise.plan import Plan
+    from shardwise.step.marks import Mark
     from shardwise.step.step import Step
     from shardwise.step.update import Update
     from shardwise.world import World
@@ -53,11 +55,13 @@ def build_step(
     note: Callable[[str], None] = lambda _: None,
     before_update: Callable[[], None] | None = None,
     first_step: int = 0,
+    mark: Mark | None = None,
 ) -> Step:
     """Make the Step that trains `job` under `plan`; called on every rank.
 
     `note` gets remarks for the user; `before_update` is called in each step when gradients are summed, not clipped;
-    `first_step` is where in the stream of samples to begin, for a training that goes on.
+    `first_step` is where in the stream of samples to begin, for a training that goes on; `mark(phase, step)` is told
+    when data, forward, backward and optimizer begin, on the host.
     """
     check_fit(job, plan, world)
     place = find_place(plan.layout, world)
@@ -96,6 +100,7 @@ def build_step(
         origin=blueprint.weights.words if blueprint.weights is not None else "",
         after_first_backward=_first_check(named, plan, feed_group, note),
         before_update=before_update,
+        mark=tell(mark, nvtx_ranges()),
     )
     if cut is None:
         return PlainStep(job, model, parts)

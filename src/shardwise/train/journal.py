@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from shardwise.train.memory import peak_bytes
 from shardwise.train.window import Window
 
 if TYPE_CHECKING:
     from shardwise.plan import Plan
     from shardwise.run import EventLog
+    from shardwise.step.marks import Mark
     from shardwise.step.step import StepReport
     from shardwise.world import World
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 class Journal:
     """Takes every step's report and writes events of many at once; on every rank alike."""
 
-    def __init__(self, plan: Plan, world: World, events: EventLog) -> None:
+    def __init__(self, plan: Plan, world: World, events: EventLog, mark: Mark) -> None:
         self.samples = 0
         self.skipped = 0
         self.loss = math.nan
@@ -25,6 +27,7 @@ class Journal:
         self._window = Window(tells_loss=plan.layout.tells_loss(world.rank))
         self._world = world
         self._events = events
+        self._mark = mark
         self._has_warned = False
 
     def add(self, report: StepReport, *, publish: bool, stop: bool) -> bool:
@@ -35,12 +38,14 @@ class Journal:
         self.samples += report.samples
         if not self._window.add(report) and not publish:
             return False
+        self._mark("publish", report.number + 1)
         published = self._window.publish(self._world, stop=stop)
         is_stopping: bool = published.pop("stop")
-        self._events.write("steps", **published)
+        self._events.write("steps", **published, memory_bytes=peak_bytes(self._world.device))
         self.skipped += published["skipped"]
         self.loss = published["losses"][-1]
         self._warn(published)
+        self._mark("data", report.number + 1)
         return is_stopping
 
     def restart_clock(self) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardwise.plan import Plan
     from shardwise.run import EventLog
     from shardwise.run.timeline import Timeline
+    from shardwise.step.marks import Mark
     from shardwise.step.step import Step
     from shardwise.train.saving import SavingSpec
     from shardwise.world import World
@@ -42,22 +43,31 @@ class TrainReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_loop(
-    job: Job, plan: Plan, world: World, events: EventLog, timeline: Timeline, *, saving_spec: SavingSpec | None = None
+    job: Job,
+    plan: Plan,
+    world: World,
+    events: EventLog,
+    timeline: Timeline,
+    *,
+    saving_spec: SavingSpec | None = None,
+    mark: Mark | None = None,
 ) -> tuple[TrainReport, Step]:
     """Train `job` under `plan` to its end; called on every rank. Returns the report and the step that got there.
 
     With a `saving_spec` it goes on where the last one ended, saves as told, and leaves when it is asked to stop.
+    `mark(phase, step)` is told when each phase of `run.recorder.PHASES` between the first and the last begins.
     """
     saving = Saving(saving_spec, job, plan, world, events) if saving_spec is not None else None
-    step = _begin(job, plan, world, events, saving)
+    step = _begin(job, plan, world, events, saving, mark=mark)
     first_step = step.number
     test_set = job.data("test")
     timeline.mark("model and data")
     events.write("start", **start_report(job, plan, world, step))
 
-    journal = Journal(plan, world, events)
+    journal = Journal(plan, world, events, step.mark)
     evaluation: dict[str, float] = {}
     began = time.perf_counter()
+    step.mark("data", first_step)
     with stop_requests() as stop:
         for batch in step.feed:
             report = step(batch)
@@ -71,21 +81,46 @@ def run_loop(
             is_due = is_end or (saving is not None and saving.is_due(step.number))
             is_stopping = journal.add(report, publish=is_due, stop=stop.is_set)
             if test_set is not None and is_end:
+                step.mark("evaluate", step.number)
                 evaluation = evaluate(job, plan, world, step=step, dataset=test_set)
                 events.write("evaluation", step=step.number, epoch=report.cursor.epoch, values=evaluation)
                 journal.restart_clock()
+                step.mark("data", step.number)
             if saving is not None:
                 saving.after(step, evaluation if is_end else {}, is_stopping=is_stopping and not is_last)
     if saving is not None:
+        step.mark("save", step.number)
         saving.finish()
     training_s = time.perf_counter() - began
-    if journal.skipped == step.number - first_step > 0:
+    result = _conclude(journal, step.number, first_step, evaluation, training_s)
+    events.write("end", **msgspec.to_builtins(result))
+    return result, step
+
+
+def _begin(job: Job, plan: Plan, world: World, events: EventLog, saving: Saving | None, *, mark: Mark | None) -> Step:
+    """Build the step, and put the state of the training that it goes on from into it; on every rank."""
+
+    def note(text: str) -> None:
+        events.write("note", text=text)
+
+    def build(first_step: int) -> Step:
+        return build_step(job, plan, world, note=note, first_step=first_step, mark=mark)
+
+    resumed = saving.resume(build) if saving is not None else None
+    return resumed if resumed is not None else build(0)
+
+
+def _conclude(
+    journal: Journal, steps: int, first_step: int, evaluation: dict[str, float], training_s: float
+) -> TrainReport:
+    """Sum up; a training that learnt nothing is an error."""
+    if journal.skipped == steps - first_step > 0:
         raise TrainingError(
             f"all {journal.skipped} steps were skipped: no gradient was finite, so nothing was learnt",
             fix="lower the learning rate, set clip_norm, or look for NaN in the data and the loss",
         )
-    result = TrainReport(
-        steps=step.number,
+    return TrainReport(
+        steps=steps,
         samples=journal.samples,
         skipped=journal.skipped,
         loss=journal.loss,
@@ -93,18 +128,3 @@ def run_loop(
         training_s=training_s,
         samples_per_s=journal.samples / training_s,
     )
-    events.write("end", **msgspec.to_builtins(result))
-    return result, step
-
-
-def _begin(job: Job, plan: Plan, world: World, events: EventLog, saving: Saving | None) -> Step:
-    """Build the step, and put the state of the training that it goes on from into it; on every rank."""
-
-    def note(text: str) -> None:
-        events.write("note", text=text)
-
-    def build(first_step: int) -> Step:
-        return build_step(job, plan, world, note=note, first_step=first_step)
-
-    resumed = saving.resume(build) if saving is not None else None
-    return resumed if resumed is not None else build(0)

@@ -82,12 +82,15 @@ class Saving:
 
         `evaluation` is that of this very step, empty if there was none.
         """
-        if is_stopping or self.is_due(step.number) or (evaluation and self.spec.keep.best):
-            self.save(step, evaluation)
+        if not (is_stopping or self.is_due(step.number) or (evaluation and self.spec.keep.best)):
+            return
+        step.mark("save", step.number)
+        self.save(step, evaluation)
         if is_stopping:
             self.finish()
             words = "and not saved" if self._last_saved != step.number else f"saved at step {step.number}"
             raise StoppedError(f"asked to stop, {words}", fix="run it again to go on")
+        step.mark("data", step.number)
 
     def save(self, step: Step, evaluation: dict[str, float]) -> None:
         """Begin to save this moment's state; raises a failure of the save before if told to, else says so."""

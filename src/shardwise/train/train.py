@@ -11,6 +11,7 @@ from shardwise.parallel.gather import full_state_dict
 from shardwise.run import EventLog
 from shardwise.run.keep import parse_keep
 from shardwise.run.progress import ProgressView
+from shardwise.run.recorder import Recorder
 from shardwise.run.report import write_report
 from shardwise.run.timeline import Timeline
 from shardwise.train.loop import TrainReport, run_loop
@@ -38,28 +39,45 @@ def train(
 ) -> TrainReport:
     """Train `job` under `plan` in a world that is already there; called on every rank, starts no processes.
 
-    With `run`, events, checkpoints, the trained weights and a report are written there; rank 0 shows progress unless
-    told not to. `save_every` counts optimizer steps (0: only when asked to stop); `keep` is how many checkpoints stay,
-    or rules such as "3,2d,max:accuracy"; with `must_save` a save that fails ends the training, else it is told;
-    `resume` is "auto" (the newest good one of this run), "never", or the path of a checkpoint or another run.
+    With `run`, events, the last phases, checkpoints, the trained weights and a report are written there; rank 0 shows
+    progress unless told not to. `save_every` counts optimizer steps (0: only when asked to stop); `keep` is how many
+    checkpoints stay, or rules such as "3,2d,max:accuracy"; with `must_save` a save that fails ends the training, else
+    it is told; `resume` is "auto" (the newest good one of this run), "never", or the path of a checkpoint or a run.
     """
     timeline = timeline or Timeline(time.time())
     view = ProgressView.on_stderr() if show_progress and world.is_main else None
     events = EventLog(run.events(world.rank) if run else None, view.show if view else None)
+    recorder = _open_recorder(run, world.rank, events) if run is not None else None
     try:
         saving = None
         if run is not None:
             saving = SavingSpec(
                 folder=run.checkpoints, every=save_every, keep=parse_keep(str(keep)), must_save=must_save, resume=resume
             )
-        report, step = run_loop(job, plan, world, events, timeline, saving_spec=saving)
+        report, step = run_loop(
+            job, plan, world, events, timeline, saving_spec=saving, mark=recorder.mark if recorder else None
+        )
         weights = full_state_dict(step.model) if run is not None else {}
         if run is not None and world.is_main:
             torch.save(weights, run.weights)
             timeline.write(run.timeline)
             write_report(run, report, timeline.phases)
+        step.mark("end", step.number)
     finally:
         events.close()
+        if recorder is not None:
+            recorder.close()
         if view is not None:
             view.close()
     return report
+
+
+def _open_recorder(run: RunDirectory, rank: int, events: EventLog) -> Recorder | None:
+    """Begin this rank's record; where a file cannot be mapped or the disk is full, training goes on without."""
+    try:
+        recorder = Recorder(run.recorder(rank))
+    except OSError as error:
+        events.write("note", text=f"phases are not recorded: {error}")
+        return None
+    recorder.mark("start", 0)
+    return recorder

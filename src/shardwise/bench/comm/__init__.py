@@ -1,0 +1,1 @@
+"""Collectives: timed, checked, judged."""

@@ -1,0 +1,147 @@
+"""What a sweep of collectives is asked to do: names, sizes, dtypes, operations and groups, read from words."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwise.bench.comm.bus_bandwidth import KINDS, OPERATIONS, TYPES
+from shardwise.errors import InputError, nearest
+from shardwise.layout import AXES, Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+FACTOR = 4
+"""From one size to the next where none is given."""
+PLACES = ("world", "node", "across")
+_UNITS: dict[str, int] = {"": 1, "b": 1} | {
+    f"{letter}{ending}": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for ending, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
+"""Lower case; a bare K is 1024, as in nccl-tests."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommSpec:
+    """Which collectives to time and check, and on what."""
+
+    collectives: tuple[str, ...] = tuple(KINDS)
+    sizes: tuple[int, ...] = tuple(1 << power for power in range(10, 27, 2))
+    """Bytes, ascending."""
+    dtypes: tuple[str, ...] = ("float32",)
+    operations: tuple[str, ...] = ("SUM",)
+    checked_dtypes: tuple[str, ...] = tuple(TYPES)
+    """Also checked once, on little data: these, in `checked_operations`."""
+    checked_operations: tuple[str, ...] = tuple(OPERATIONS)
+    named: tuple[str, ...] = ()
+    """Operations and dtypes that were asked for one by one: what the backend lacks of them is refused."""
+    groups: tuple[str, ...] = ("world",)
+    """world, node (ranks of one node), across (ranks with one local rank), or an axis of `layout`."""
+    layout: Layout | None = None
+    root: int = 0
+    """Rank in its group."""
+    modes: tuple[str, ...] = ("sync",)
+    """sync, async or both."""
+    budget_s: float = 20.0
+    """About how long the whole may take: decides how often each call is repeated, never less than three times."""
+    device: str | None = None
+    backend: str | None = None
+
+
+def read_names(asked: str | Iterable[str], known: Iterable[str], what: str) -> tuple[str, ...]:
+    """Return known names that a text or its words list, all for "all"; another word is refused with the nearest."""
+    words = asked.split(",") if isinstance(asked, str) else list(asked)
+    names = tuple(dict.fromkeys(word.strip() for word in words if word.strip()))
+    if names == ("all",):
+        return tuple(known)
+    for name in names:
+        if name not in set(known):
+            raise InputError(f"there is no {what} {name!r}", fix=nearest(name, known))
+    if not names:
+        raise InputError(f"no {what} is named", fix=f"name some of {', '.join(known)}")
+    return names
+
+
+def read_aliased(asked: str, table: Mapping[str, str], what: str) -> tuple[str, ...]:
+    """Return torch's names of what a text lists, by them in any case or by those of nccl-tests."""
+    own = {word.lower(): name for name, word in table.items()} | {name.lower(): name for name in table}
+    words = (own.get(word.strip().lower(), word) for word in asked.split(","))
+    return read_names(words, tuple(table), what)
+
+
+def read_size(text: str) -> int:
+    """Return the bytes that a text such as 64MiB, 100MB, 32M or 4096 means."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise InputError(f"{text!r} is no size", fix="write bytes or a unit, such as 4096, 64KiB, 100MB")
+    num_bytes = round(float(match[1]) * _UNITS[match[2].lower()])
+    if num_bytes < 1:
+        raise InputError(f"size {text!r} is nothing", fix="use at least 1 byte")
+    return num_bytes
+
+
+def read_sizes(text: str) -> tuple[int, ...]:
+    """Return ascending sizes: "1KiB:64MiB" in steps of 4, "1KiB:64MiB:2" in steps of 2, or a list with commas."""
+    if ":" not in text:
+        return tuple(sorted({read_size(part) for part in text.split(",")}))
+    first, last, *rest = text.split(":")
+    factor = rest[0] if rest else str(FACTOR)
+    if len(rest) > 1 or not re.fullmatch(r"[0-9]+", factor) or int(factor) < 2:
+        raise InputError(f"--sizes {text} has no whole factor above 1", fix="write FIRST:LAST or FIRST:LAST:FACTOR")
+    low, high = read_size(first), read_size(last)
+    if low > high:
+        raise InputError(f"--sizes {text} begins above its end", fix=f"write {last}:{first}")
+    sizes = [low]
+    while sizes[-1] * int(factor) <= high:
+        sizes.append(sizes[-1] * int(factor))
+    return tuple(sizes)
+
+
+def read_groups(text: str, layout: Layout | None) -> tuple[str, ...]:
+    """Return the groups that a text lists; an axis must cut `layout`."""
+    groups = read_names(text, (*PLACES, *AXES), "group")
+    for axis in set(groups) & set(AXES):
+        if layout is None:
+            raise InputError(f"--group {axis} is an axis of no layout", fix=f"add --layout, such as {axis}2")
+        if getattr(layout, axis) == 1:
+            cut = [name for name in AXES if getattr(layout, name) > 1]
+            raise InputError(f"layout {layout} does not cut {axis}", fix=f"use one of {', '.join((*PLACES, *cut))}")
+    return groups
+
+
+def group_ranks(group: str, world: tuple[tuple[int, int], ...], layout: Layout | None) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of every group of one kind; `world` has (node, local rank) of each rank.
+
+    A world that cannot be cut so is refused.
+    """
+    size = len(world)
+    if group == "world":
+        return (tuple(range(size)),)
+    if group in AXES:
+        assert layout is not None  # noqa: S101 - read_groups saw to it
+        if layout.world_size != size:
+            raise InputError(
+                f"layout {layout} needs {layout.world_size} ranks, the world has {size}",
+                fix=f"use --nproc {layout.world_size}, or another --layout",
+            )
+        return layout.groups(group)
+    place = 0 if group == "node" else 1
+    members: dict[int, list[int]] = {}
+    for rank, where in enumerate(world):
+        members.setdefault(where[place], []).append(rank)
+    if group == "across" and len(members[world[0][1]]) == 1:
+        raise InputError("--group across joins nodes, and there is 1", fix="use --group world, or start more nodes")
+    if len({len(ranks) for ranks in members.values()}) > 1:
+        raise InputError(f"--group {group} makes groups of unequal size here", fix="start as many ranks on every node")
+    return tuple(map(tuple, members.values()))
+
+
+def written_size(num_bytes: int) -> str:
+    """Return a size as `read_size` reads it: 64KiB, or plain bytes where no unit divides it."""
+    for unit, base in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes and num_bytes % base == 0:
+            return f"{num_bytes // base}{unit}"
+    return f"{num_bytes}B"

@@ -1,0 +1,1 @@
+"""What a call does, drawn from real ranks."""

@@ -1,0 +1,226 @@
+"""What collectives, point-to-point calls and a DDP step do: real ranks make them, and each rank's values are shown."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardwise.bench.explain.cases import CASES
+from shardwise.bench.explain.ddp import RATE, record_step
+from shardwise.bench.places import rank_device
+from shardwise.errors import InputError, nearest
+from shardwise.world import world as open_world
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from shardwise.bench.explain.cases import Case
+    from shardwise.bench.explain.ddp import StepRecord
+    from shardwise.world import World
+
+DDP = "ddp"
+ALL = "all"
+NAMES = (*CASES, DDP)
+OPERATIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One moment: what each rank holds."""
+
+    title: str
+    held: tuple[str, ...]
+    """By rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Moments that belong side by side."""
+
+    columns: tuple[Column, ...]
+    title: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """A call, shown: what it does, how it is written, what the ranks held."""
+
+    name: str
+    words: str
+    call: str
+    parts: tuple[Part, ...]
+    corrected: str = ""
+
+
+def check_names(name: str, op: str | None, size: int) -> tuple[str, ...]:
+    """Return the names to show on `size` ranks, one or all; refuse what does not exist or cannot be shown."""
+    if name not in (*NAMES, ALL):
+        raise InputError(f"there is nothing to explain called {name!r}", fix=nearest(name, (*NAMES, ALL)))
+    if op is not None and op not in OPERATIONS:
+        raise InputError(f"there is no reduce operation {op!r} to explain", fix=nearest(op, OPERATIONS))
+    if name == ALL:
+        return tuple(one for one in NAMES if one == DDP or size >= CASES[one].least)
+    if name == DDP:
+        reduces, least = False, 1
+    else:
+        reduces, least = CASES[name].reduces, CASES[name].least
+    if op is not None and not reduces:
+        raise InputError(f"{name} takes no reduce operation, and {op} was given", fix="leave it out")
+    if size < least:
+        raise InputError(f"{name} needs {least} ranks, and there is {size}", fix=f"use --nproc {least}")
+    return (name,)
+
+
+def default_nproc(name: str) -> int:
+    """Return how many ranks show `name` best."""
+    return CASES[name].nproc if name in CASES else 2 if name == DDP else 4
+
+
+def explain_on_ranks(
+    names: tuple[str, ...], op: str, device: str | None = None, backend: str | None = None
+) -> list[Explanation]:
+    """Communicate over a world of its own, called on every rank: make the calls; the same result on all."""
+    with open_world(device=rank_device(device, backend), backend=backend) as world:
+        return [explain_in(world, name, op) for name in names]
+
+
+def explain_in(world: World, name: str, op: str = "SUM") -> Explanation:
+    """Communicate over the world, called on every rank: make the call; the same result on all."""
+    if name == DDP:
+        return explain_step(world.gather(record_step(world)))
+    case = CASES[name]
+    try:
+        held = case.run(world, op)
+    except RuntimeError as error:
+        said = str(error).splitlines()[0]
+        raise InputError(f"{world.backend} on {world.device.type} cannot do {name} with {op} ({said})") from error
+    return _explain_call(name, case, op, world.gather(held))
+
+
+def shown(value: Any) -> str:
+    """Return a rank's value as it is drawn: [1, 2], [[1,2], [3,4]], or - for nothing."""
+    if value is None:
+        return "-"
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        return f"[{', '.join('[' + ','.join(shown(one) for one in row) + ']' for row in value)}]"
+    if isinstance(value, list):
+        return f"[{', '.join(shown(one) for one in value)}]"
+    return value if isinstance(value, str) else f"{value:.4g}"
+
+
+def _explain_call(name: str, case: Case, op: str, held: list[tuple[Any, Any]]) -> Explanation:
+    before, after = zip(*held, strict=True)
+    afters = [shown(value) for value in after]
+    if name == "reduce_scatter":
+        afters = [f"{text}   ({op} of index {rank})" for rank, text in enumerate(afters)]
+    title = f"After {name}({op})" if case.reduces else f"After {name}"
+    columns = (
+        Column(title=case.before, held=tuple(shown(value) for value in before)),
+        Column(title=title, held=tuple(afters)),
+    )
+    note = _arithmetic(op, before, after[0]) if name in ("all_reduce", "reduce") else ""
+    return Explanation(
+        name=name,
+        words=case.words,
+        call=case.call.format(op=op),
+        parts=(Part(columns=columns, note=note),),
+        corrected=case.corrected,
+    )
+
+
+_SIGNS = {"SUM": "+", "PRODUCT": "x", "BAND": " & ", "BOR": " | ", "BXOR": " ^ "}
+
+
+def _arithmetic(op: str, inputs: Iterable[list[float]], result: list[float]) -> str:
+    """Return how each element came to be: (1+3=4, 2+4=6)."""
+    terms = []
+    for elements, end in zip(zip(*inputs, strict=True), result, strict=True):
+        texts = [shown(element) for element in elements]
+        if op in _SIGNS:
+            left = _SIGNS[op].join(texts)
+        elif op == "AVG":
+            left = f"({'+'.join(texts)})/{len(texts)}"
+        else:
+            left = f"{op.lower()}({', '.join(texts)})"
+        terms.append(f"{left}={shown(end)}")
+    return f"({', '.join(terms)})"
+
+
+def explain_step(records: list[StepRecord]) -> Explanation:
+    """Return the five stages of a DDP step from what each rank recorded."""
+    size, first = len(records), records[0]
+    same = all(_close(record.gradients, first.alone) for record in records)
+    equal = all(record.updated == first.updated for record in records)
+    buckets = [
+        Part(
+            title=f"4. all-reduce of bucket {bucket.index}: {', '.join(bucket.names)}",
+            columns=(
+                _column("local", [record.buckets[number].local for record in records]),
+                _column(f"summed, divided by {size}", [record.buckets[number].averaged for record in records]),
+            ),
+        )
+        for number, bucket in enumerate(first.buckets)
+    ]
+    forward = [f"batch {shown(r.batch)} -> output {shown(r.output)}, loss {shown(r.loss)}" for r in records]
+    return Explanation(
+        name=DDP,
+        words="One step of DistributedDataParallel: the same weights everywhere, another batch on every rank.",
+        call="model = DDP(module); loss = model(batch).mean(); loss.backward(); optimizer.step()",
+        parts=(
+            Part(
+                title="1. construct: rank 0's parameters are broadcast",
+                columns=(
+                    _column("as initialised", [_parameters(r.own) for r in records]),
+                    _column("after DDP(module)", [_parameters(r.constructed) for r in records]),
+                ),
+            ),
+            Part(title="2. forward: each rank its own batch", columns=(_column("", forward),)),
+            Part(
+                title="3. backward: gradients of the own batch",
+                columns=(_column("", [_parameters(_local_gradients(r)) for r in records]),),
+                note=f"(the first backward had {first.first_buckets} bucket; from then on buckets follow the order in"
+                " which gradients come, and are sent while backward goes on)",
+            ),
+            *buckets,
+            Part(
+                title=f"5. update: weight - {RATE:g} x averaged gradient",
+                columns=(
+                    _column("averaged gradients", [_parameters(r.gradients) for r in records]),
+                    _column("updated", [_parameters(r.updated) for r in records]),
+                ),
+                note=f"(weights of all ranks are {'equal' if equal else 'NOT equal'}; the gradients are"
+                f" {'' if same else 'NOT '}those of one process with all {size} batches)",
+            ),
+        ),
+    )
+
+
+def _column(title: str, held: Iterable[Any]) -> Column:
+    return Column(title=title, held=tuple(shown(value) for value in held))
+
+
+def _parameters(values: Mapping[str, Any]) -> str:
+    return "  ".join(f"{name.replace('.weight', '')} {shown(value)}" for name, value in values.items())
+
+
+def _local_gradients(record: StepRecord) -> dict[str, list[float]]:
+    """Return this rank's own gradients, cut from the buckets as they were before the all-reduce."""
+    found = {}
+    for bucket in record.buckets:
+        rest = bucket.local
+        for name in bucket.names:
+            count = len(_flat(record.own[name]))
+            found[name], rest = rest[:count], rest[count:]
+    return {name: found[name] for name in record.own}
+
+
+def _close(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether gradients are the same but for the order of a sum."""
+    pairs = [pair for name in one for pair in zip(_flat(one[name]), _flat(other[name]), strict=True)]
+    return all(math.isclose(left, right, rel_tol=1e-5) for left, right in pairs)
+
+
+def _flat(value: Any) -> list[float]:
+    return [one for part in value for one in _flat(part)] if isinstance(value, list) else [value]

@@ -1,0 +1,39 @@
+"""What the parts of `bench` that train a job have in common: their device, tables, a word on a busy machine."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from shardwise.run.console import complain, say
+
+if TYPE_CHECKING:
+    from shardwise.bench.report.findings import Table
+    from shardwise.plan import Device
+
+
+def bench_device(asked: str | None, backend: str | None, nproc: int) -> tuple[Device, str]:
+    """Return what settling must know of the device, and the device that ranks open: gloo's may share one GPU."""
+    from shardwise.cli.train import this_device
+
+    shares = backend == "gloo"
+    where = this_device(asked, 1 if shares else nproc)
+    return where, "cuda:0" if shares and where.kind == "cuda" else where.kind
+
+
+def warn_if_busy() -> None:
+    """Say so where more is running than there are cores: what is measured then will vary."""
+    from shardwise.hardware import usable_cores
+
+    load, cores = os.getloadavg()[0], usable_cores()
+    if load > cores:
+        complain(f"shardwise: the machine is busy (load {load:.1f} on {cores} cores): expect wide spreads")
+
+
+def show_table(table: Table) -> None:
+    """Show rows under their header, the first column to the left and numbers to the right."""
+    rows = [table.header, *table.rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(table.header))]
+    for row in rows:
+        first, *others = zip(row, widths, strict=True)
+        say("  ".join([first[0].ljust(first[1]), *(text.rjust(width) for text, width in others)]).rstrip())

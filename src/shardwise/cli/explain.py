@@ -1,0 +1,88 @@
+"""How a call is explained on a terminal: each rank's values before and after, drawn side by side."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from shardwise.run.exitcodes import DONE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardwise.bench.explain.show import Column, Explanation, Part
+
+WIDTH = 110
+"""Columns that stand side by side are no wider than this together, and sentences are wrapped at it."""
+_GAP = 4
+
+
+def explain(
+    name: str, nproc: int | None, *, ops: str | None = None, device: str | None = None, backend: str | None = None
+) -> int:
+    """Make the call `name` (or all of them) on real ranks and show what each held; return the exit code.
+
+    Ranks are those of the world this process is in, else `nproc` are started (None: as many as show it best). `ops` is
+    the one reduce operation to show.
+    """
+    from shardwise.bench.explain.show import check_names, default_nproc, explain_on_ranks
+    from shardwise.bench.ranks import rank_zero
+    from shardwise.environment import identify
+    from shardwise.hardware import probe_gpus
+
+    size = identify().world_size
+    if size == 1:
+        size = nproc = nproc or default_nproc(name)
+        if device is None and backend is None and size > len(probe_gpus()):
+            device = "cpu"  # it is as true there, and nccl takes no GPU twice
+    op = ops.upper() if ops else None
+    names = check_names(name, op, size)
+    found: list[Explanation] | None = rank_zero(explain_on_ranks, nproc, names, op or "SUM", device, backend)
+    console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
+    for number, explanation in enumerate(found or []):
+        if number:
+            console.print()
+        for line, is_title in draw(explanation):
+            console.print(line, style="bold" if is_title else None)
+    return DONE
+
+
+def draw(explanation: Explanation) -> Iterator[tuple[str, bool]]:
+    """Yield the lines of an explanation, and whether each is a title."""
+    yield f"{explanation.name}: {explanation.words}", True
+    yield f"  {explanation.call}", False
+    for part in explanation.parts:
+        yield "", False
+        if part.title:
+            yield part.title, True
+        yield from ((line, False) for line in _draw_part(part))
+    if explanation.corrected:
+        yield "", False
+        yield from ((line, False) for line in textwrap.wrap(f"Corrected: {explanation.corrected}", WIDTH))
+
+
+def _draw_part(part: Part) -> Iterator[str]:
+    columns = [list(_draw_column(column)) for column in part.columns]
+    widths = [max(len(line) for line in column) for column in columns]
+    indent = sum(widths[:-1]) + _GAP * (len(widths) - 1)
+    if indent + widths[-1] <= WIDTH:
+        columns = [[line.ljust(width + _GAP) for line in column] for column, width in zip(columns, widths, strict=True)]
+        yield from ("".join(row).rstrip() for row in zip(*columns, strict=True))
+    else:
+        indent = 0
+        for column in columns:
+            yield from column
+    if indent + len(part.note) <= WIDTH:
+        yield from [" " * indent + part.note] if part.note else []
+    else:
+        yield from textwrap.wrap(part.note, WIDTH)
+
+
+def _draw_column(column: Column) -> Iterator[str]:
+    if column.title:
+        yield f"{column.title}:"
+    for rank, held in enumerate(column.held):
+        yield f"Rank {rank}: {held}"

@@ -1,0 +1,57 @@
+"""`launch --preset`: which variables ranks get beside the user's own, and afterwards whether NCCL read them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwise.doctor.catalogue import find_preset
+from shardwise.doctor.env_rules import CERTAIN, Surroundings
+from shardwise.doctor.nccl_log import effects, read_nccl_log
+from shardwise.environment import variables
+from shardwise.errors import LaunchError
+from shardwise.run.console import complain
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardwise.doctor.check import Verdict
+    from shardwise.run import RunDirectory
+
+
+def preset_variables(name: str | None) -> dict[str, str]:
+    """Return what the preset of this name adds to the user's own variables; unknown ones are refused."""
+    return {} if name is None else find_preset(name).missing_from(variables(""))
+
+
+def describe_preset(name: str) -> str:
+    """Say what a preset sets, and which variables of the user's own stay."""
+    preset, own = find_preset(name), variables("")
+    added = " ".join(f"{key}={value}" for key, value in preset.missing_from(own).items())
+    kept = " ".join(f"{key}={value}" for key, value in preset.overruled_by(own).items())
+    stays = f"; your own {kept} stays" if kept else ""
+    return f"shardwise: preset {name} sets {added or 'nothing'}{stays}"
+
+
+def refuse_hopeless(added: Mapping[str, str], here: Surroundings) -> None:
+    """Refuse variables with which ranks cannot run; what is only doubtful is for `shardwise doctor env` to say."""
+    environ = {**variables(""), **added}
+    for rule in CERTAIN:
+        for verdict in rule(environ, here):
+            if verdict.state == "fail":
+                raise LaunchError(f"{verdict.name}: {verdict.fact}", fix=verdict.fix)
+
+
+def tell_effects(name: str, added: Mapping[str, str], run: RunDirectory) -> None:
+    """Say which variables of a preset NCCL read in a run that has ended."""
+    verdicts = run_effects(added, run)
+    idle = [verdict for verdict in verdicts if verdict.state != "ok"]
+    if len(idle) < len(verdicts):
+        complain(f"shardwise: preset {name}: NCCL read {len(verdicts) - len(idle)} of {len(verdicts)}")
+    for verdict in idle:
+        complain(f"shardwise: preset {name}: {verdict.name}: {verdict.fact}: {verdict.fix}")
+
+
+def run_effects(asked: Mapping[str, str], run: RunDirectory) -> list[Verdict]:
+    """Return whether each NCCL variable took effect, from what NCCL wrote in a run directory."""
+    lines = (line for path in run.nccl_logs() for line in path.read_text(errors="replace").splitlines())
+    return effects(asked, read_nccl_log(lines))

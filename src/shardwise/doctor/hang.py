@@ -1,0 +1,214 @@
+"""The hang verdict: who waits for whom, in which collective, and what the missing ranks do instead; pure decisions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwise.doctor.places import ranks_words, short
+from shardwise.doctor.stacks import DATA, Activity
+from shardwise.run.call_reader import Call  # noqa: TC001 - read at run time by msgspec
+from shardwise.run.calls import MEETINGS, GroupKey
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+BUSY, HARD = 30, 6
+"""How many times the limit is waited for a rank that is busy with something known, or seen to get on; and for one that
+computes in one place, or loads its first batch."""
+_CORES = 0.1
+"""Processors from which on a rank counts as computing: one that sleeps uses hundredths, and machines are shared."""
+_PHASES = {"save": "saves a checkpoint", "evaluate": "evaluates", "start": "starts", "end": "ends"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """A rank inside a call."""
+
+    call: Call
+    for_s: float
+    by_torch: bool = False
+    """Issued by C++: counted by torch's flight recorder, not by us."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How many calls of a channel a rank has issued."""
+
+    group: GroupKey
+    channel: str
+    sequence: int
+    by_torch: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStatus:
+    """One rank at one moment; durations instead of times, since clocks of machines differ."""
+
+    rank: int
+    state: str = "running"
+    """Or "stopped", or "gone"."""
+    waits: tuple[Wait, ...] = ()
+    progress: tuple[Progress, ...] = ()
+    newest: Call | None = None
+    quiet_s: float = 0.0
+    """Since the last sign: a call issued or left, a batch that came."""
+    first_batch: bool = False
+    """It loads, and has had no batch yet."""
+    loads: bool = False
+    """It is inside a data loader."""
+    phase: str = ""
+    """Of a training that marks its phases."""
+    activity: Activity | None = None
+    holds_interpreter: bool = False
+    """C code has kept all its Python threads from running."""
+
+    def has_entered(self, wait: Wait) -> bool:
+        """Whether this rank has issued that call, or a later one."""
+        call = wait.call
+        return any(
+            mine.sequence >= call.sequence
+            for mine in self.progress
+            if mine.by_torch == wait.by_torch and (mine.group, mine.channel) == call.channel
+        )
+
+    @property
+    def patience(self) -> int:
+        """How many times the limit others should wait for this rank."""
+        doing = self.activity
+        if self.state != "running" or self.waits:
+            return 1
+        if self.phase in _PHASES or (doing is not None and (doing.kind not in {"", DATA})):
+            return BUSY
+        if doing is not None and doing.is_moving and (doing.kind != DATA or doing.cores >= _CORES):
+            return BUSY
+        return HARD if self.first_batch or (doing is not None and doing.cores >= _CORES) else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stall:
+    """Ranks that wait for others."""
+
+    waiting: tuple[tuple[int, Wait], ...]
+    missing: tuple[RankStatus, ...]
+    """Members that have not come; those that are to blame first."""
+    is_verdict: bool
+    """Nobody should wait for them any longer; else it is only worth a note."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The same while nothing changes."""
+        call = self.waiting[0][1].call
+        return call.group, call.what.channel, call.sequence, self.waiting[0][1].by_torch
+
+    @property
+    def text(self) -> str:
+        """The sentence."""
+        return "; ".join([*_waiting_words(self.waiting), *(_missing_words(status) for status in self.missing)])
+
+
+def waiting_ranks(ranks: Mapping[int, RankStatus], limit_s: float) -> list[tuple[int, Wait]]:
+    """Return who is inside a call for longer than the limit, the longest first."""
+    found = [(rank, wait) for rank, status in ranks.items() for wait in status.waits if wait.for_s >= limit_s]
+    return sorted(found, key=lambda item: -item[1].for_s)
+
+
+def missing_ranks(ranks: Mapping[int, RankStatus], rank: int, wait: Wait) -> list[RankStatus]:
+    """Return the members that rank `rank` waits for; of members that are not in `ranks` nothing is known."""
+    peer = wait.call.what.peer
+    members = (peer,) if peer >= 0 else () if wait.call.what.is_message else wait.call.group.members
+    known = [ranks[member] for member in members if member in ranks and member != rank]
+    return [status for status in known if not status.has_entered(wait) or status.state == "stopped"]
+
+
+def decide(ranks: Mapping[int, RankStatus], limit_s: float) -> Stall | None:
+    """Return the stall that explains the others, None where everybody gets on or waits for nobody in particular."""
+    found: list[tuple[bool, float, Stall]] = []
+    for rank, wait in waiting_ranks(ranks, limit_s):
+        missing = missing_ranks(ranks, rank, wait)
+        if not missing:
+            continue
+        blamed = [status for status in missing if not status.waits or status.state == "stopped"]
+        quiet_s = min([wait.for_s, *(status.quiet_s for status in blamed)])
+        if quiet_s < limit_s:
+            continue
+        patience = min((status.patience for status in blamed), default=1)
+        stall = Stall(
+            waiting=_same(ranks, rank, wait),
+            missing=(*blamed, *(status for status in missing if status not in blamed)),
+            is_verdict=quiet_s >= patience * limit_s,
+        )
+        found.append((bool(blamed), wait.for_s, stall))
+    # One that waits for somebody who waits for nobody explains those who wait for waiting ranks.
+    return max(found, key=lambda item: item[:2])[2] if found else None
+
+
+def _same(ranks: Mapping[int, RankStatus], rank: int, wait: Wait) -> tuple[tuple[int, Wait], ...]:
+    """Return all who wait in the same call; at the two ends of a message, the one that waits."""
+    call = wait.call
+    if call.what.is_message:
+        return ((rank, wait),)
+    return tuple(
+        (other, theirs)
+        for other, status in sorted(ranks.items())
+        for theirs in status.waits
+        if theirs.call.channel == call.channel
+        and theirs.call.sequence == call.sequence
+        and theirs.by_torch == wait.by_torch
+    )
+
+
+def _waiting_words(waiting: Sequence[tuple[int, Wait]]) -> list[str]:
+    """One clause for each place in which ranks wait."""
+    places: dict[tuple[str, str], list[tuple[int, Wait]]] = {}
+    for rank, wait in waiting:
+        places.setdefault((wait.call.what.name, wait.call.site), []).append((rank, wait))
+    return [
+        f"{ranks_words([rank for rank, _ in here])} {'waits' if len(here) == 1 else 'wait'} in"
+        f" {call_words(here[0][1].call)} for {max(wait.for_s for _, wait in here):.0f} s"
+        for here in places.values()
+    ]
+
+
+def call_words(call: Call) -> str:
+    """Return an operation with its number, arguments and place."""
+    arguments = f" ({call.what.text})" if call.what.text else ""
+    group = "" if len(call.group.members) == 0 or call.group.name in {"0", MEETINGS} else _group(call.group)
+    where = f" at {short(call.site)}" if call.site else ""
+    return f"{call.what.name} #{call.sequence}{arguments}{group}{where}"
+
+
+def describe_ends(ranks: Sequence[RankStatus]) -> str:
+    """Say where ranks were when they ended; empty if none has made a call."""
+    parts = []
+    for status in ranks:
+        inside = max((wait.call for wait in status.waits), key=lambda call: call.entered, default=None)
+        if inside is not None:
+            parts.append(f"rank {status.rank} was in {call_words(inside)}")
+        elif status.newest is not None and status.newest.group.name != MEETINGS:
+            parts.append(f"rank {status.rank} had left {call_words(status.newest)}")
+    return "; ".join(parts)
+
+
+def _group(group: GroupKey) -> str:
+    return f" of {ranks_words(list(group.members))}"
+
+
+def _missing_words(status: RankStatus) -> str:
+    name, for_s = f"rank {status.rank}", f" for {status.quiet_s:.0f} s"
+    if status.state == "gone":
+        return f"{name} has ended" + (f", its last call was {call_words(status.newest)}" if status.newest else "")
+    if status.state == "stopped":
+        return f"{name} is stopped by a signal (kill -CONT lets it go on)"
+    if status.waits:
+        wait = max(status.waits, key=lambda wait: wait.for_s)
+        return f"{name} waits in {call_words(wait.call)} for {wait.for_s:.0f} s"
+    doing = status.activity
+    kind = _PHASES.get(status.phase) or (doing.kind if doing else "") or (DATA if status.loads else "")
+    if doing is None:
+        last = f", its last call was {call_words(status.newest)}" if status.newest else ""
+        return f"{name} {kind or 'has not come'}{for_s}{last}"
+    function = "" if doing.function == "<module>" else f"in {doing.function} "
+    where = f"in {doing.inside}, called {function}" if doing.inside and not kind else function
+    held = ", in C code that holds the interpreter," if status.holds_interpreter else ""
+    return f"{name} {kind or 'is'} {where}at {short(doing.place)}{held}{for_s}"

@@ -1,0 +1,118 @@
+"""The mismatch guard: the calls of all ranks, compared by their number in the group as they come in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwise.doctor.hang import call_words
+from shardwise.doctor.order import describe_order
+from shardwise.doctor.places import ranks_words
+from shardwise.run.call_reader import UNKNOWN
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from shardwise.run.call_reader import Call
+    from shardwise.run.calls import GroupKey
+
+_KEPT = 512
+"""Calls by channel that are kept for who comes late."""
+
+
+class Comparison:
+    """Finds calls that should be the same on all members of their group, and are not; each channel's first."""
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[GroupKey, str], dict[int, dict[int, Call]]] = {}
+        self._suspects: dict[tuple[GroupKey, str], int] = {}
+        """The first number at which a channel differs."""
+        self._odd: set[tuple[GroupKey, str]] = set()
+        """Channels in which ranks made equal calls from different lines."""
+        self._done: set[tuple[GroupKey, str]] = set()
+        self._seen_once: set[tuple[GroupKey, str]] = set()
+
+    def feed(self, rank: int, calls: Iterable[Call]) -> None:
+        """Take in new calls of a rank."""
+        for call in calls:
+            channel = call.channel
+            if channel in self._done or call.what == UNKNOWN:
+                continue
+            numbers = self._calls.setdefault(channel, {})
+            there = numbers.setdefault(call.sequence, {})
+            for other in there.values():
+                if _differ(call, other):
+                    first = self._suspects.get(channel, call.sequence)
+                    self._suspects[channel] = min(first, call.sequence)
+                elif call.site != other.site and not call.what.is_message:
+                    self._odd.add(channel)
+            there[rank] = call
+            if len(numbers) > _KEPT:
+                del numbers[min(numbers)]
+
+    def findings(self, *, last: bool = False) -> list[str]:
+        """Return what is new, in words; `last` if no more will come.
+
+        What differs is told when all members have made that call, or one look later.
+        """
+        found = []
+        for channel, number in list(self._suspects.items()):
+            there = self._calls[channel].get(number, {})
+            if len(there) >= len(channel[0].members) or last or channel in self._seen_once:
+                found.append(_describe(there))
+                self._finish(channel)
+            self._seen_once.add(channel)
+        for channel in list(self._odd - self._done):
+            text = describe_order(self._calls[channel])
+            if text:
+                found.append(text)
+                self._finish(channel)
+        return found
+
+    def _finish(self, channel: tuple[GroupKey, str]) -> None:
+        """Say no more of a channel: what follows a difference is its consequence."""
+        self._done.add(channel)
+        self._suspects.pop(channel, None)
+        self._odd.discard(channel)
+        self._calls.pop(channel, None)
+
+
+def _differ(one: Call, other: Call) -> bool:
+    """Whether two calls of the same number do not fit; a send fits a receive."""
+    is_message = one.what.is_message
+    return one.what.match != other.what.match or (one.what.name != other.what.name and not is_message)
+
+
+def _describe(there: dict[int, Call]) -> str:
+    """Say who differs from whom, the many before the few."""
+    kinds: dict[tuple[str, str], list[int]] = {}
+    for rank, call in sorted(there.items()):
+        kinds.setdefault((call.what.name, call.what.match), []).append(rank)
+    order = sorted(kinds.values(), key=lambda ranks: -len(ranks))
+    parts = [f"{ranks_words(ranks)}: {call_words(there[ranks[0]])}" for ranks in order]
+    what = _aspects([there[ranks[0]] for ranks in order])
+    return f"ranks differ in {what} at the same call: {'; '.join(parts)}"
+
+
+def _aspects(calls: list[Call]) -> str:
+    """Name what differs."""
+    names = {call.what.name for call in calls}
+    if len(names) > 1 and not calls[0].what.is_message:
+        return "the operation"
+    words = [call.what.match.split() for call in calls]
+    heads = {tuple(word for word in match if "*" not in word) for match in words}
+    tails = [[word.partition("*") for word in match if "*" in word] for match in words]
+    found = []
+    if len(heads) > 1:
+        is_root = any("root" in head for head in heads) and len({head[:1] for head in heads}) == 1
+        found.append(
+            "the root"
+            if is_root
+            else "the dtype"
+            if calls[0].what.name.startswith("all_to_all")
+            else "the reduce operation"
+        )
+    if len({tuple(dtype for dtype, _, _ in tail) for tail in tails}) > 1:
+        found.append("the dtype")
+    if len({tuple(count for _, _, count in tail) for tail in tails}) > 1:
+        found.append("the shape")
+    return " and ".join(found) or "the arguments"

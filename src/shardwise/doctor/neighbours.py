@@ -1,0 +1,98 @@
+"""Guards of the nodes of a run among themselves: all tell node 0 what they see, and node 0 decides."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from shardwise.doctor.hang import RankStatus  # noqa: TC001 - read at run time by msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+_FRESH_LOOKS = 4
+"""What another node told is forgotten after so many looks."""
+
+
+class Exchange(Protocol):
+    """By which guards talk: the link of a node to the hub."""
+
+    node: int
+
+    def relay(self, body: str, *, to_all: bool = False) -> None:
+        """Say something to node 0, or from there to all others."""
+
+    def take_relayed(self) -> list[str]:
+        """Return what was said since the last look."""
+
+
+class Seen(msgspec.Struct, frozen=True, tag="seen"):
+    """How the ranks of a node are."""
+
+    ranks: tuple[RankStatus, ...]
+
+
+class Missed(msgspec.Struct, frozen=True, tag="missed"):
+    """Others wait for these ranks: look what they do."""
+
+    ranks: tuple[int, ...]
+
+
+class Told(msgspec.Struct, frozen=True, tag="told"):
+    """A verdict of node 0: keep the stacks."""
+
+    text: str
+
+
+_DECODER = msgspec.json.Decoder(Seen | Missed | Told)
+
+
+class Neighbours:
+    """What the guard of one node knows of the others."""
+
+    def __init__(self, exchange: Exchange, look_s: float) -> None:
+        self._exchange = exchange
+        self._fresh_s = _FRESH_LOOKS * look_s
+        self._seen: dict[int, tuple[float, RankStatus]] = {}
+        self.missed: set[int] = set()
+        """Ranks that node 0 has asked for since the last look."""
+        self.verdicts: list[str] = []
+        """That node 0 has given since the last look."""
+
+    @property
+    def decides(self) -> bool:
+        """Whether this is node 0."""
+        return self._exchange.node == 0
+
+    def listen(self, now: float) -> None:
+        """Take in what was said."""
+        self.missed, self.verdicts = set(), []
+        for body in self._exchange.take_relayed():
+            match _DECODER.decode(body):
+                case Seen(ranks):
+                    self._seen.update({status.rank: (now, status) for status in ranks})
+                case Missed(missed):
+                    self.missed.update(missed)
+                case Told(text):
+                    self.verdicts.append(text)
+
+    def ranks(self, now: float) -> dict[int, RankStatus]:
+        """Return the ranks of other nodes of which something was heard just now."""
+        return {rank: status for rank, (at, status) in self._seen.items() if now - at <= self._fresh_s}
+
+    def share(self, own: Mapping[int, RankStatus], quiet_s: float) -> None:
+        """Tell node 0 of our ranks, if any has given no sign for so long."""
+        if not self.decides and any(status.quiet_s >= quiet_s for status in own.values()):
+            self._say(Seen(tuple(own.values())))
+
+    def ask(self, ranks: Iterable[int]) -> None:
+        """Have other nodes look what these ranks do; for node 0."""
+        self._say(Missed(tuple(ranks)), to_all=True)
+
+    def tell(self, text: str) -> None:
+        """Tell a verdict to the other nodes; for node 0."""
+        self._say(Told(text), to_all=True)
+
+    def _say(self, message: msgspec.Struct, *, to_all: bool = False) -> None:
+        self._exchange.relay(msgspec.json.encode(message).decode(), to_all=to_all)

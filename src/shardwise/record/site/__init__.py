@@ -1,0 +1,1 @@
+"""The folder that a fresh interpreter is shown first, for its `sitecustomize`."""

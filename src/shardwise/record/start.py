@@ -1,0 +1,58 @@
+"""Starting the record of a rank, before its script runs; torch is patched when it is imported, and not before."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from shardwise.record.functional import record_functional
+from shardwise.record.imports import when_imported
+from shardwise.record.torch_calls import record_batches, record_collectives
+from shardwise.run.calls import CallRing
+
+if TYPE_CHECKING:
+    from shardwise.run import RunDirectory
+
+_C10D = "torch.distributed.distributed_c10d"
+_FUNCTIONAL = "torch.distributed._functional_collectives"
+STACKS_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else 0
+"""Has a rank write the stacks of its threads down; a real-time signal, since scripts use those with names."""
+
+
+def start_record(run: RunDirectory, rank: int, world_size: int) -> None:
+    """Begin to record this rank in `run`. Where files cannot be mapped or the disk is full, it goes on without."""
+    try:
+        number = _register_stacks(run, rank)
+        ring = CallRing(run.calls(rank), stacks_signal=number)
+    except OSError:
+        return
+    os.register_at_fork(after_in_child=ring.detach)
+
+    when_imported(
+        {
+            _C10D: lambda: _record(ring, world_size),
+            "torch.utils.data.dataloader": lambda: record_batches(ring),
+        }
+    )
+
+
+def _record(ring: CallRing, world_size: int) -> None:
+    recorder = record_collectives(ring, world_size)
+    when_imported({_FUNCTIONAL: lambda: record_functional(recorder, sys.modules[_FUNCTIONAL])})
+
+
+def _register_stacks(run: RunDirectory, rank: int) -> int:
+    """Have STACKS_SIGNAL append all stacks to a file, also while C code holds the interpreter; returns its number."""
+    if not STACKS_SIGNAL:
+        return 0
+    path = run.stack_samples(rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a")
+    with contextlib.suppress(RuntimeError, ValueError):  # no such signal here: then there are no stacks
+        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+        return int(STACKS_SIGNAL)
+    return 0

@@ -1,0 +1,181 @@
+"""The sweep on real ranks: what is asked for is timed and checked, and the command line says what came out."""
+
+import contextlib
+import csv
+import io
+import json
+
+import msgspec
+import pytest
+import torch.distributed as dist
+
+from shardwise.bench.comm.compare import read_earlier
+from shardwise.bench.comm.spec import CommSpec
+from shardwise.bench.comm.sweep import sweep
+from shardwise.cli.main import main
+from shardwise.errors import InputError
+from shardwise.layout import Layout
+from shardwise.testing import run_ranks
+
+LITTLE = {"checked_dtypes": (), "checked_operations": (), "budget_s": 0.2}
+
+
+def test_every_asked_combination_is_a_row_and_all_ranks_agree_on_it():
+    spec = CommSpec(
+        collectives=("all_reduce", "gather", "barrier"),
+        sizes=(1024, 4096),
+        dtypes=("float32", "int32"),
+        operations=("SUM", "MAX"),
+        root=1,
+        modes=("sync", "async"),
+        **LITTLE,
+    )
+    first, second = run_ranks(sweep, 2, spec)
+    assert first.rows == second.rows
+    assert first.wrong == 0
+    assert not first.left_out
+    found = {(row.collective, row.size, row.type, row.redop, row.mode, row.root) for row in first.rows}
+    sizes, modes, types = (1024, 4096), ("sync", "async"), ("float", "int32")
+    assert found == {
+        *(("all_reduce", s, t, op, m, -1) for s in sizes for t in types for op in ("sum", "max") for m in modes),
+        *(("gather", s, t, "none", m, 1) for s in sizes for t in types for m in modes),
+        *(("barrier", 0, "none", "none", m, -1) for m in modes),
+    }
+    assert len(found) == len(first.rows)
+    assert all(0 < row.min_us <= row.time_us <= row.p99_us and row.repeats >= 3 for row in first.rows)
+    assert first.ceilings["world"].shared > 0
+    assert first.ceilings["world"].is_measured
+
+
+def test_groups_are_those_of_the_world_the_node_and_an_axis():
+    spec = CommSpec(
+        collectives=("all_reduce", "broadcast"),
+        sizes=(1024,),
+        groups=("world", "node", "tp"),
+        layout=Layout(shard=2, tp=2),
+        **LITTLE,
+    )
+    found = run_ranks(sweep, 4, spec)[0]
+    assert {(row.group, row.ranks) for row in found.rows} == {("world", 4), ("node", 4), ("tp", 2)}
+    assert found.wrong == 0
+
+
+def test_one_rank_has_rows_and_no_verdict_on_links():
+    found = run_ranks(sweep, 1, CommSpec(sizes=(1024,), **LITTLE))[0]
+    assert found.ceilings == {"world": None}
+    assert found.wrong == 0
+
+
+def refused(world, spec):
+    with pytest.raises(InputError) as error:
+        sweep(world, spec)
+    return str(error.value)
+
+
+def test_sizes_over_the_memory_and_a_root_outside_are_refused_by_ranks_before_they_allocate():
+    words = run_ranks(refused, 1, CommSpec(sizes=(1 << 50,)))[0]
+    assert "size 1048576GiB needs 2097152.0 GiB for 1 ranks, and host" in words
+    assert "GiB free" in words
+    assert run_ranks(refused, 1, CommSpec(root=1))[0] == "--root 1 is outside a group world of 1 ranks: use 0 to 0"
+
+
+def test_what_there_is_no_time_for_is_left_out_and_named():
+    spec = CommSpec(collectives=("all_reduce",), sizes=(1 << 10, 1 << 26), **{**LITTLE, "budget_s": 1e-4})
+    found = run_ranks(sweep, 2, spec)[0]
+    assert [row.size for row in found.rows] == [1 << 10]
+    assert len(found.left_out) == 1
+    assert found.left_out[0].startswith("all_reduce of 64MiB in world")
+
+
+def command(world, *arguments, spoiled=False):
+    """Run the command line as one rank of a world that is already there."""
+    real = dist.all_reduce
+
+    def spoil(tensor, *args, **kwargs):
+        work = real(tensor, *args, **kwargs)
+        if world.rank == 1 and tensor.numel() == 1024:
+            tensor[5] += 1
+        return work
+
+    if spoiled:
+        dist.all_reduce = spoil
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = main(["bench", "comm", "all_reduce", "barrier", "--sizes", "4KiB,16KiB", "--seconds", "0.2", *arguments])
+    dist.all_reduce = real
+    return code, out.getvalue()
+
+
+def test_the_command_writes_table_json_csv_report_and_compares(tmp_path):
+    def in_turn(world):
+        written = command(world, "--csv", str(tmp_path / "a.csv"), "--report", str(tmp_path / "a.html"))
+        code, text = command(world, "--json", "--dtypes", "float")
+        if world.rank == 0:
+            (tmp_path / "same.json").write_text(text)
+            document = json.loads(text)
+            for row in document["rows"]:
+                row["time_us"], row["min_us"], row["spread"] = row["time_us"] / 1e6, row["min_us"] / 1e6, 0.0
+            (tmp_path / "quicker.json").write_text(json.dumps(document))
+        world.barrier()
+        slower = command(world, "--compare", str(tmp_path / "quicker.json"))
+        return written, (code, text), slower
+
+    (table, as_json, slower), others = run_ranks(in_turn, 2)
+    assert others == ((0, ""),) * 3
+    assert table[0] == as_json[0] == 0
+    assert "collective" in table[1]
+    assert "#wrong" in table[1]
+    assert "gloo has no PREMUL_SUM" in table[1]
+    assert "results right" in table[1].splitlines()[-1]
+    with (tmp_path / "a.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [
+        (row["collective"], row["size_bytes"], row["count"], row["type"], row["redop"], row["root"]) for row in rows
+    ] == [
+        ("all_reduce", "4096", "1024", "float", "sum", "-1"),
+        ("barrier", "0", "0", "none", "none", "-1"),
+        ("all_reduce", "16384", "4096", "float", "sum", "-1"),
+    ]
+    assert "<svg" in (tmp_path / "a.html").read_text()
+    document = msgspec.json.decode(as_json[1])
+    assert {"version", "backend", "rows", "checks", "ceilings", "verdicts", "facts"} <= document.keys()
+    assert read_earlier(tmp_path / "same.json").rows[0].collective == "all_reduce"
+    assert slower[0] == 3
+    assert "slower than before: all_reduce 4KiB float sum sync in world" in slower[1]
+
+
+def test_a_wrong_result_is_counted_named_and_makes_exit_code_three():
+    (code, text), _ = run_ranks(command, 2, spoiled=True)
+    assert code == 3
+    assert "wrong results: all_reduce float sum 4KiB sync in world (1)" in text.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["allreduce"], "there is no collective 'allreduce': did you mean 'all_reduce'?"),
+        (["--sizes", "1PB"], "'1PB' is no size: write bytes or a unit, such as 4096, 64KiB, 100MB"),
+        (["--sizes", "1TiB:4TiB"], "this host has"),
+        (["--sizes", "8:4"], "--sizes 8:4 begins above its end: write 4:8"),
+        (["--sizes", "1:8:1"], "no whole factor above 1"),
+        (["--dtypes", "flot32"], "there is no dtype 'flot32': did you mean 'float32'?"),
+        (["--ops", "SUMM"], "there is no reduce operation 'SUMM': did you mean 'SUM'?"),
+        (["--group", "nodes"], "there is no group 'nodes': did you mean 'node'?"),
+        (["--group", "tp"], "--group tp is an axis of no layout: add --layout, such as tp2"),
+        (
+            ["--group", "tp", "--layout", "shard2"],
+            "layout shard2 does not cut tp: use one of world, node, across, shard",
+        ),
+        (["--group", "tp", "--layout", "tp4", "--nproc", "2"], "layout tp4 needs 4 ranks, the world has 2"),
+        (["--group", "across"], "--group across joins nodes, and there is 1"),
+        (["--root", "7", "--nproc", "2"], "--root 7 is outside a group of 2 ranks"),
+        (["--csv", "/nowhere/a.csv"], "/nowhere/a.csv cannot be written"),
+        (["--report", "a.pdf"], "a report named a.pdf is of no known kind"),
+        (["--compare", "/nowhere/a.json"], "/nowhere/a.json cannot be read (No such file or directory)"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_sentence_and_exit_code_two(arguments, words, capsys):
+    assert main(["bench", "comm", "--device", "cpu", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1

@@ -1,0 +1,38 @@
+"""Links and explanations on a GPU: gloo's ranks share it, NCCL has a world of one."""
+
+import pytest
+
+from shardwise.bench.explain.show import NAMES, check_names, explain_on_ranks
+from shardwise.bench.p2p.pairs import PairSpec, measure_pairs
+from shardwise.bench.p2p.ways import WAYS
+from shardwise.bench.ranks import on_ranks
+from shardwise.cli.main import main
+from shardwise.errors import InputError
+
+pytestmark = pytest.mark.gpu
+
+
+def test_ranks_that_share_a_gpu_measure_their_links_through_host_memory():
+    spec = PairSpec(large_bytes=1 << 20, budget_s=1.0, device="cuda", backend="gloo")
+    first, second = on_ranks(measure_pairs, 2, spec)
+    assert first == second
+    assert {cell.way for cell in first.timings} == set(WAYS)
+    assert all(place.device.startswith("cuda") for place in first.places)
+    assert not any(cell.wrong for cell in first.timings)
+
+
+def test_nccl_alone_has_nobody_to_send_to():
+    with pytest.raises(InputError, match="one rank for p2p: nccl has nobody to send to"):
+        on_ranks(measure_pairs, 1, PairSpec(device="cuda"))
+
+
+def test_more_nccl_ranks_than_gpus_are_refused_in_one_sentence(capsys):
+    assert main(["bench", "p2p", "--nproc", "64"]) == 2
+    assert "add --backend gloo, whose ranks may share one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("nproc", "backend"), [(1, "nccl"), (2, "gloo")])
+def test_every_call_is_explained_on_the_gpu(nproc, backend):
+    names = check_names("all", None, nproc)
+    found = on_ranks(explain_on_ranks, nproc, names, "SUM", "cuda", backend)[0]
+    assert [explanation.name for explanation in found] == [name for name in NAMES if name in names]

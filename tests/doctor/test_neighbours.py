@@ -1,0 +1,65 @@
+"""Guards of several nodes: all tell node 0 what they see, and it alone decides."""
+
+from doctor.collectives import away, doing, waiting
+from shardwise.doctor.neighbours import Neighbours
+
+
+class Wires:
+    """Two nodes and a hub, without sockets."""
+
+    def __init__(self):
+        self.inboxes = {0: [], 1: []}
+        self.ends = [End(self, node) for node in (0, 1)]
+
+
+class End:
+    def __init__(self, wires, node):
+        self.wires, self.node = wires, node
+
+    def relay(self, body, *, to_all=False):
+        for node, inbox in self.wires.inboxes.items():
+            if node != self.node and (to_all or node == 0):
+                inbox.append(body)
+
+    def take_relayed(self):
+        found, self.wires.inboxes[self.node] = self.wires.inboxes[self.node], []
+        return found
+
+
+def pair():
+    return [Neighbours(end, look_s=1.0) for end in Wires().ends]
+
+
+def test_a_status_arrives_as_it_was_sent():
+    zero, one = pair()
+    statuses = {2: waiting(2), 3: away(3, activity=doing("compiles"))}
+    one.share(statuses, quiet_s=5)
+    zero.listen(now=100.0)
+    assert zero.ranks(now=100.0) == statuses
+
+
+def test_nothing_is_said_while_ranks_get_on():
+    zero, one = pair()
+    one.share({3: away(3, quiet_s=1)}, quiet_s=5)
+    zero.listen(now=100.0)
+    assert zero.ranks(now=100.0) == {}
+
+
+def test_what_was_told_is_forgotten_when_nothing_follows():
+    zero, one = pair()
+    one.share({2: waiting(2)}, quiet_s=5)
+    zero.listen(now=100.0)
+    assert zero.ranks(now=103.0)
+    assert zero.ranks(now=110.0) == {}
+
+
+def test_node_0_decides_asks_and_tells():
+    zero, one = pair()
+    assert (zero.decides, one.decides) == (True, False)
+    zero.ask([3])
+    zero.tell("rank 3 sleeps")
+    one.listen(now=0.0)
+    assert one.missed == {3}
+    assert one.verdicts == ["rank 3 sleeps"]
+    one.listen(now=1.0)
+    assert (one.missed, one.verdicts) == (set(), [])

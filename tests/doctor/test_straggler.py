@@ -1,0 +1,60 @@
+"""Slow ranks, named by when they come to collectives."""
+
+from doctor.collectives import call
+from shardwise.doctor.straggler import Skew
+from shardwise.run.calls import GroupKey
+
+GROUP = GroupKey("0", 0, (0, 1, 2))
+
+
+def findings(lag_of, data_s=(0.0, 0.0, 0.0), calls=52, windows=1, times=1):
+    """Feed calls that come 0.1 s apart, rank `rank` late by `lag_of(number, rank)`; return what is found."""
+    skew = Skew(window_s=5.0, windows=windows)
+    found = skew.findings(dict.fromkeys(range(3), 0.0), now=0.0)
+    for turn in range(times):
+        numbers = range(1 + turn * calls, 1 + (turn + 1) * calls)
+        for rank in range(3):
+            skew.feed(rank, [call(n, group=GROUP, entered=n * 0.1 + lag_of(n, rank)) for n in numbers])
+        found += skew.findings(dict(enumerate(data_s)), now=5.0 * (turn + 1))
+    return found
+
+
+def test_a_rank_that_comes_last_is_named_with_line_and_share():
+    [text] = findings(lambda n, rank: 0.05 if rank == 2 else n % 2 * 1e-4 * rank)
+    assert text.startswith(
+        "rank 2 is slow: the others wait for it 51% of the time, most in all_reduce at /x/train.py:8"
+    )
+    assert "it computes longer" in text
+
+
+def test_a_rank_that_waits_for_data_is_told_so():
+    [text] = findings(lambda n, rank: 0.05 if rank == 2 else 0.0, data_s=(0.1, 0.1, 2.5))
+    assert "it waits longer for data" in text
+
+
+def test_ranks_that_take_turns_are_not_slow():
+    assert findings(lambda n, rank: 0.05 if n % 3 == rank else 0.0) == []
+
+
+def test_a_little_late_is_not_slow():
+    assert findings(lambda n, rank: 0.005 if rank == 2 else 0.0) == []
+
+
+def test_one_long_wait_is_not_slow():
+    assert findings(lambda n, rank: 4.0 if (n, rank) == (1, 2) else 0.0001 * rank) == []
+
+
+def test_a_window_that_is_not_over_tells_nothing():
+    assert findings(lambda n, rank: 0.05 * rank, calls=45) == []
+
+
+def test_where_windows_are_short_a_rank_must_be_slow_again_and_again():
+    def late(n, rank):
+        return 0.05 if rank == 2 else 0.0
+
+    assert findings(late, windows=2, times=1) == []
+    assert len(findings(late, windows=2, times=2)) == 1
+
+
+def test_a_slow_rank_is_named_once():
+    assert len(findings(lambda n, rank: 0.05 if rank == 2 else 0.0, times=4)) == 1

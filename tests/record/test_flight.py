@@ -1,0 +1,90 @@
+"""Torch's flight recorder, as we read it: gloo's for real, NCCL's as torch writes it."""
+
+import pickle
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from shardwise.record import flight
+from shardwise.record.flight import FlightThread
+from shardwise.run.call_reader import CallReader
+from shardwise.run.calls import CallRing, GroupKey
+from shardwise.testing import run_ranks
+
+WORLD = GroupKey("0", 0, (0, 1))
+
+
+def test_a_collective_of_c_that_hangs_is_copied_with_its_line(tmp_path):
+    def body(world):
+        ring = CallRing(tmp_path / f"{world.rank}.calls")
+        thread = FlightThread(ring, lambda _name: ring.intern(WORLD))
+        thread._look()
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+        loss = model(torch.ones(2, 4)).sum()
+        if world.rank == 0:
+            import threading
+
+            backward = threading.Thread(target=loss.backward)
+            backward.start()
+            time.sleep(0.3)
+        thread._look()
+        thread._look()
+        reader = CallReader(tmp_path / f"{world.rank}.calls")
+        reader.refresh()
+        [found] = reader.flights()
+        dist.monitored_barrier() if world.rank == 1 else None
+        if world.rank == 1:
+            loss.backward()
+        else:
+            backward.join()
+            dist.monitored_barrier()
+        return found
+
+    zero, one = run_ranks(body, 2)
+    assert zero.pending is not None
+    assert zero.pending.what.name == "all_reduce"
+    assert zero.enqueued == one.enqueued + 1
+    assert one.pending is None
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """A recorder of NCCL with one collective that is not done."""
+    entry = {"pg_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": 5, "retired": False}
+    entry |= {
+        "profiling_name": "nccl:all_reduce",
+        "time_created_ns": 1,
+        "input_sizes": [[4]],
+        "input_dtypes": ["Float"],
+    }
+    status = {"0": {"last_enqueued_collective": 5, "last_started_collective": 5, "last_completed_collective": 4}}
+
+    def dump(entries, _stacks, _active):
+        found = {"version": "2.10", "pg_status": status}
+        return pickle.dumps({**found, "entries": [{**entry, "is_p2p": False, "frames": []}]} if entries else found)
+
+    monkeypatch.setattr(c10d, "_dump_nccl_trace", dump, raising=False)
+
+
+def test_groups_of_nccl_are_followed_beside_the_others(tmp_path, nccl):
+    ring = CallRing(tmp_path / "a.calls")
+    thread = FlightThread(ring, lambda _name: ring.intern(WORLD))
+    thread._look()
+    thread._look()
+    reader = CallReader(tmp_path / "a.calls")
+    reader.refresh()
+    [found] = [flight for flight in reader.flights() if flight.enqueued == 5]
+    assert (found.completed, found.pending.sequence, found.pending.what.text) == (4, 5, "float32[4]")
+
+
+def test_another_version_ends_the_thread_and_nothing_else(tmp_path, monkeypatch):
+    dump = pickle.dumps({"version": "3.0", "pg_status": {}})
+    monkeypatch.setattr(c10d, "_dump_fr_trace", lambda *_: dump)
+    monkeypatch.setattr(flight, "_LOOK_S", 0.01)
+    thread = FlightThread(CallRing(tmp_path / "a.calls"), lambda _name: 0)
+    thread.start()
+    thread._thread.join(10)
+    assert not thread._thread.is_alive()
