@@ -1,13 +1,13 @@
 """Torch's flight recorder, as we read it: gloo's for real, NCCL's as torch writes it."""
 
 import pickle
-import time
+import threading
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from journeys.processes import wait_for
 from shardwise.record import flight
 from shardwise.record.flight import FlightThread
 from shardwise.run.call_reader import CallReader
@@ -18,35 +18,37 @@ WORLD = GroupKey("0", 0, (0, 1))
 
 
 def test_a_collective_of_c_that_hangs_is_copied_with_its_line(tmp_path):
+    seen = tmp_path / "seen"
+
     def body(world):
-        ring = CallRing(tmp_path / f"{world.rank}.calls")
+        path = tmp_path / f"{world.rank}.calls"
+        ring, reader = CallRing(path), CallReader(path)
         thread = FlightThread(ring, lambda _name: ring.intern(WORLD))
-        thread._look()
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
         loss = model(torch.ones(2, 4)).sum()
-        if world.rank == 0:
-            import threading
-
-            backward = threading.Thread(target=loss.backward)
-            backward.start()
-            time.sleep(0.3)
-        thread._look()
-        thread._look()
-        reader = CallReader(tmp_path / f"{world.rank}.calls")
-        reader.refresh()
-        [found] = reader.flights()
-        dist.monitored_barrier() if world.rank == 1 else None
         if world.rank == 1:
+            wait_for(seen.exists)
+            thread._look()
+            reader.refresh()
+            [found] = reader.flights()
             loss.backward()
-        else:
-            backward.join()
-            dist.monitored_barrier()
+            return found
+        backward = threading.Thread(target=loss.backward)
+        backward.start()
+
+        def pending():
+            thread._look()
+            reader.refresh()
+            return [flight for flight in reader.flights() if flight.pending is not None]
+
+        [found] = wait_for(pending)
+        seen.touch()
+        backward.join()
         return found
 
     zero, one = run_ranks(body, 2)
-    assert zero.pending is not None
     assert zero.pending.what.name == "all_reduce"
-    assert zero.enqueued == one.enqueued + 1
+    assert (zero.enqueued, zero.completed) == (one.enqueued + 1, one.enqueued)
     assert one.pending is None
 
 
