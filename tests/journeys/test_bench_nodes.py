@@ -8,6 +8,7 @@ from beds.namespaces import hosts, why_not
 from journeys.nodes import LAUNCH, start
 
 pytestmark = [
+    pytest.mark.prove,  # a link that is held up within one machine: tests/bench/test_p2p.py
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "never"),
     pytest.mark.timeout(300),
 ]
@@ -32,7 +33,6 @@ def bench_p2p(folder, count, nproc, options, *, slow):
     return outputs[0]
 
 
-@pytest.mark.prove
 def test_a_host_behind_a_delay_is_found_and_its_cells_show_it(tmp_path):
     options = ["--json", "--way", "isend", "--size", "4KiB", "--seconds", "1"]
     found = json.loads(bench_p2p(tmp_path, 3, 1, options, slow=2).splitlines()[-1])
@@ -47,7 +47,6 @@ def test_a_host_behind_a_delay_is_found_and_its_cells_show_it(tmp_path):
     assert not any(cell["wrong"] for cell in found["pairs"]["timings"])
 
 
-@pytest.mark.prove
 @pytest.mark.parametrize("slow", [0, 2])
 def test_the_matrix_of_two_ranks_a_host_shows_the_delay_in_the_right_cells(tmp_path, slow):
     page = tmp_path / "links.html"

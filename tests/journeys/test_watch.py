@@ -36,13 +36,13 @@ job = sw.Job(
 
 @contextlib.contextmanager
 def started(*words, **options):
-    """Start a command, and end it with an interrupt if it is still there."""
+    """Start a command, and end it if it is still there; background jobs of a shell do not hear SIGINT."""
     process = subprocess.Popen([*SHARDWISE, *map(str, words)], text=True, **options)
     try:
         yield process
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)
+            process.terminate()
         try:
             process.wait(30)
         finally:
