@@ -15,6 +15,8 @@ from shardwise.run.calls import CallRing, GroupKey
 from shardwise.testing import run_ranks
 
 WORLD = GroupKey("0", 0, (0, 1))
+NUMBER = 98_765
+"""Of a collective, as no group of another test has made so many."""
 
 
 def test_a_collective_of_c_that_hangs_is_copied_with_its_line(tmp_path):
@@ -24,24 +26,30 @@ def test_a_collective_of_c_that_hangs_is_copied_with_its_line(tmp_path):
         path = tmp_path / f"{world.rank}.calls"
         ring, reader = CallRing(path), CallReader(path)
         thread = FlightThread(ring, lambda _name: ring.intern(WORLD))
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
-        loss = model(torch.ones(2, 4)).sum()
-        if world.rank == 1:
-            wait_for(seen.exists)
+
+        def look():
             thread._look()
             reader.refresh()
-            [found] = reader.flights()
+            return list(reader.flights())
+
+        # Groups of tests before this one are in the record of a forked rank, too: nothing happens in them any more.
+        before = [flight.enqueued for flight in look()]
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+        loss = model(torch.ones(2, 4)).sum()
+
+        def used():
+            now = look()
+            known = [*before, *[None] * (len(now) - len(before))]
+            return [flight for flight, then in zip(now, known, strict=True) if flight.enqueued != then]
+
+        if world.rank == 1:
+            wait_for(seen.exists)
+            [found] = used()
             loss.backward()
             return found
         backward = threading.Thread(target=loss.backward)
         backward.start()
-
-        def pending():
-            thread._look()
-            reader.refresh()
-            return [flight for flight in reader.flights() if flight.pending is not None]
-
-        [found] = wait_for(pending)
+        [found] = wait_for(lambda: [flight for flight in used() if flight.pending is not None])
         seen.touch()
         backward.join()
         return found
@@ -55,14 +63,20 @@ def test_a_collective_of_c_that_hangs_is_copied_with_its_line(tmp_path):
 @pytest.fixture
 def nccl(monkeypatch):
     """A recorder of NCCL with one collective that is not done."""
-    entry = {"pg_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": 5, "retired": False}
+    entry = {"pg_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": NUMBER, "retired": False}
     entry |= {
         "profiling_name": "nccl:all_reduce",
         "time_created_ns": 1,
         "input_sizes": [[4]],
         "input_dtypes": ["Float"],
     }
-    status = {"0": {"last_enqueued_collective": 5, "last_started_collective": 5, "last_completed_collective": 4}}
+    status = {
+        "0": {
+            "last_enqueued_collective": NUMBER,
+            "last_started_collective": NUMBER,
+            "last_completed_collective": NUMBER - 1,
+        }
+    }
 
     def dump(entries, _stacks, _active):
         found = {"version": "2.10", "pg_status": status}
@@ -78,8 +92,8 @@ def test_groups_of_nccl_are_followed_beside_the_others(tmp_path, nccl):
     thread._look()
     reader = CallReader(tmp_path / "a.calls")
     reader.refresh()
-    [found] = [flight for flight in reader.flights() if flight.enqueued == 5]
-    assert (found.completed, found.pending.sequence, found.pending.what.text) == (4, 5, "float32[4]")
+    [found] = [flight for flight in reader.flights() if flight.enqueued == NUMBER]
+    assert (found.completed, found.pending.sequence, found.pending.what.text) == (NUMBER - 1, NUMBER, "float32[4]")
 
 
 def test_another_version_ends_the_thread_and_nothing_else(tmp_path, monkeypatch):
