@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from shardwise.bench.step import WARM_UP
+from shardwise.bench.step import WARM_UP, settle_gradients
 from shardwise.bench.switch import replay
 from shardwise.bench.timing import Timing, wait_for
 from shardwise.train.build import build_step
@@ -115,7 +114,7 @@ def measure_turns(job: Job, plan: Plan, here: SwitchedWorld, *, turns: int, read
         dataclasses.replace(job, steps=WARM_UP + 3 + 3 * turns * _MOST_STEPS, epochs=None, tokens=None),
         plan,
         here if can_switch else here.plain,
-        before_update=(lambda: _settle_gradients(made[0])) if is_garbled else None,
+        before_update=(lambda: settle_gradients(made[0])) if is_garbled else None,
     )
     made.append(step)
     batches, clock = iter(step.feed), _Clock(here)
@@ -180,14 +179,6 @@ class _Clock:
         work()
         wait_for(self._here.device)
         return time.perf_counter() - began
-
-
-def _settle_gradients(step: Step) -> None:
-    """Make gradients finite, since others would keep the optimizer still; done whatever the switch says."""
-    for _, parameter in step.named_parameters():
-        if parameter.grad is not None:
-            grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            grad.fill_(1e-3)
 
 
 def pool(rounds: Sequence[Sequence[Turns]]) -> list[Turns]:

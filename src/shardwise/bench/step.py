@@ -195,7 +195,7 @@ def _build(job: Job, plan: Plan, here: World, clock: PhaseClock) -> Step:
 
     def settle() -> None:
         clock.mark("settle", made[0].number)  # no phase of a step
-        _settle_gradients(made[0])
+        settle_gradients(made[0])
 
     before_update = settle if here.backend == "fake" else None
     made.append(build_step(job, plan, here, before_update=before_update, mark=clock.mark))
@@ -246,8 +246,8 @@ def _live_peak(step: Step, batches: Iterator[StepBatch]) -> tuple[int, tuple[tup
     return live.peak_bytes, tuple(zip(words, (holding.num_bytes for holding in top), strict=True))
 
 
-def _settle_gradients(step: Step) -> None:
-    """Make gradients finite: those a fake world has summed are whatever memory held, and NaN skips the optimizer."""
+def settle_gradients(step: Step) -> None:
+    """Make gradients finite: where communication is left out they may be anything, and NaN skips the optimizer."""
     for _, parameter in step.named_parameters():
         if parameter.grad is not None:
             grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import traceback
 from itertools import takewhile
 
 import click
 
-from shardwise.errors import ShardwiseError, nearest
+from shardwise.cli.lazy import LazyGroup
+from shardwise.errors import ShardwiseError
 from shardwise.run.console import complain
 from shardwise.run.exitcodes import BAD_INPUT, INTERRUPTED
 
@@ -20,35 +20,12 @@ VERBS = {
     "train": "Train a described job on one or many processes.",
     "watch": "Look at a run while it goes on, in a terminal or on a page.",
     "checkpoint": "List, check, compare and convert checkpoints.",
-    "bench": "Measure steps of a job: time, throughput, memory.",
+    "bench": "Measure links, collectives, overlap, steps and scaling.",
     "doctor": "Say what is wrong with a machine, its variables or a run.",
 }
 
 
-class Verbs(click.Group):
-    """A group that imports a verb's module only when it is used."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        """Verbs in the order of the design."""
-        return list(VERBS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        """Return the verb's command."""
-        if cmd_name not in VERBS:
-            return None
-        command: click.Command = importlib.import_module(f"shardwise.cli.{cmd_name}").command
-        return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Name the nearest verb when there is no such one."""
-        if args and not args[0].startswith("-") and args[0] not in VERBS:
-            raise click.UsageError(f"there is no verb {args[0]!r}: {nearest(args[0], VERBS)}")
-        return super().resolve_command(ctx, args)
-
-
-@click.command(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=LazyGroup, parts=VERBS, kind="verb", context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.version_option(package_name="shardwise", message="shardwise %(version)s")
 def cli(*, debug: bool) -> None:

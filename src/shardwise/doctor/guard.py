@@ -30,6 +30,8 @@ _WINDOW_S, _TORCH_WINDOW_S = 5.0, 0.5
 """Slow ranks are judged over so long; of what torch counts, only the last calls are seen now and then."""
 _STACKS_S = 0.3
 """For ranks to write their stacks down."""
+GOES_ON = "the ranks that waited go on"
+"""The note that takes a verdict on a hang back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +156,7 @@ class Guard:
     def _go_on(self) -> None:
         """Take note that nobody is missed any more."""
         if self._told is not None and not self._is_over() and not (self._verdict and self._limits.stop):
-            self._tell("note", "the ranks that waited go on")
+            self._tell("note", GOES_ON)
         self._told = None
 
     def _conclude(self, text: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.doctor.check import Verdict, fail, ok, warn
+from shardwise.doctor.guard import GOES_ON
 from shardwise.doctor.hang import decide
 from shardwise.doctor.nccl_log import effects
 from shardwise.doctor.places import ranks_words
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from shardwise.doctor.run_facts import Event, RunFacts
     from shardwise.run.recorder import Mark
 
-GOES_ON = "the ranks that waited go on"
-"""What a guard notes when a hang was none."""
 STUCK_S = 10.0
 """Seconds in a collective from which on ranks that do not come are missed."""
 
