@@ -27,7 +27,7 @@ def machine_facts(device: torch.device | None) -> tuple[tuple[str, str], ...]:
         ("memory", f"{_memory() / 2**30:.1f} GiB"),
         ("GPUs", _gpus()),
         ("measured on", str(device) if device is not None else ""),
-        ("torch", torch.__version__),
+        ("torch", str(torch.__version__)),
         ("backends", ", ".join(_backends())),
         ("shardwise", version("shardwise")),
         ("Python", platform.python_version()),
