@@ -49,7 +49,8 @@ def test_a_collective_of_c_that_hangs_is_copied_with_its_line(tmp_path):
             return found
         backward = threading.Thread(target=loss.backward)
         backward.start()
-        [found] = wait_for(lambda: [flight for flight in used() if flight.pending is not None])
+        # The collective before the hanging one is over, yet its thread may not have told the recorder so far.
+        [found] = wait_for(lambda: [f for f in used() if f.pending is not None and f.completed == f.enqueued - 1])
         seen.touch()
         backward.join()
         return found
