@@ -27,7 +27,7 @@ import torch
 import shardwise as sw
 from figures import figure
 from shardwise.plan import Plan, Precision
-from shardwise.plan.cost.memory import ADAMW, SGD, predict_memory
+from shardwise.plan.cost.memory import ADAMW, CONTEXT, SGD, predict_memory
 from shardwise.step.trace import describe
 from shardwise.testing import fake_world
 
@@ -145,7 +145,8 @@ def predict(drawn: Configuration) -> dict:
     """Return predicted bytes and where they go; no tensor is made."""
     job, plan = build(drawn)
     optimizer = ADAMW if drawn.optimizer == "adamw" else dataclasses.replace(SGD, states=1.0)
-    memory = predict_memory(describe(job, drawn.precision).for_plan(plan), plan, optimizer=optimizer)
+    shape = describe(job, drawn.precision).for_plan(plan)
+    memory = predict_memory(shape, plan, optimizer=optimizer, context=CONTEXT if torch.cuda.is_available() else 0.0)
     return {"peak": memory.peak, "total": memory.total, "phase": memory.phase, "parts": dict(memory.at_peak)}
 
 
@@ -238,19 +239,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="nine configurations")
     parser.add_argument("--number", type=int, default=42)
+    parser.add_argument("--jobs", type=int, default=1, help="configurations at once, each in a process of its own")
     parser.add_argument("--save", type=Path, help="write every row as JSON")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU, live tensors, fp32"
     print(f"{where}, torch {torch.__version__}, rank 0 of fake worlds", flush=True)
     drawn = draw(9 if options.quick else options.number, on_gpu=device == "cuda")
-    predicted = [predict(one) for one in drawn]
+    spawned = multiprocessing.get_context("spawn")
+    with spawned.Pool(options.jobs) as pool:
+        predicted = pool.map(predict, drawn, chunksize=1)
     written = [dataclasses.asdict(one) | {"peak": said["peak"]} for one, said in zip(drawn, predicted, strict=True)]
     digest = hashlib.sha256(json.dumps(written).encode()).hexdigest()
     print(f"predictions of {len(drawn)} configurations, sha256 {digest}", flush=True)
     errors, rows = [], []
-    for one, said in zip(drawn, predicted, strict=True):
-        found = in_process(measure, one, device)
+    with spawned.Pool(options.jobs, maxtasksperchild=1) as pool:
+        measured = pool.map(functools.partial(measure, device=device), drawn, chunksize=1)
+    for one, said, found in zip(drawn, predicted, measured, strict=True):
         error = (said["peak"] / found["peak"] - 1) * 100
         errors.append(error)
         rows.append(dataclasses.asdict(one) | {"predicted": said, "measured": found})

@@ -32,6 +32,7 @@ from torch.nn.functional import cross_entropy
 import shardwise as sw
 from figures import figure
 from shapes import LLAMA_1B
+from shardwise.record import flight
 from shardwise.record.flight import FlightThread
 from shardwise.record.operations import OPERATIONS
 from shardwise.record.torch_calls import record_collectives
@@ -170,7 +171,8 @@ def fitting_step(switch: Switch) -> Callable[[], torch.Tensor]:
 def look_seconds(ring: calls.CallRing) -> float:
     """Return what one look at the flight recorder takes."""
     thread = FlightThread(ring, lambda _name: 0)
-    thread._slots = {"0": (0, ring.intern(calls.GroupKey("0", 0, (0,))))}
+    place = ring.intern(calls.GroupKey("0", 0, (0,)))
+    thread._slots = dict.fromkeys(flight._status(), (0, place))
     took = []
     for _ in range(300):
         began = time.perf_counter()

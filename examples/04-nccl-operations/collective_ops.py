@@ -181,7 +181,7 @@ def reduced(me: Me, name: str) -> torch.Tensor | None:
     tensor = torch.tensor([me.rank + 1, 6], dtype=dtype, device=me.device)
     try:
         dist.all_reduce(tensor, op)
-    except (RuntimeError, TypeError) as error:  # raised before anything was sent, on all ranks alike
+    except (RuntimeError, TypeError, ValueError) as error:  # raised before anything was sent, on all ranks alike
         if not str(error).startswith("Cannot use ReduceOp"):
             raise
         return None

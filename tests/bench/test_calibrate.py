@@ -12,6 +12,7 @@ from shardwise.hardware.cluster import this_machine
 HOST = torch.device("cpu")
 TINY = Grid(
     layers={"fp32": ((16, 32, 64),)},
+    uneven={},
     attentions={"fp32": ((16, 8),)},
     tokens=32,
     numels=(1 << 12,),

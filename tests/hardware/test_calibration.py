@@ -137,3 +137,14 @@ def test_file_of_another_version_is_refused(tmp_path):
     write_calibration(replace(LISTED, version=99), tmp_path)
     with pytest.raises(HardwareError, match="version 99"):
         read_calibration(NODE.device, tmp_path)
+
+
+def test_products_with_rows_off_16_bytes_are_as_slow_as_their_like():
+    even = MatmulPoint(m=8192, n=50_304, k=768, dtype="bf16", flops=600e12)
+    odd = MatmulPoint(m=8192, n=50_257, k=768, dtype="bf16", flops=150e12)
+    known = replace(LISTED, matmuls=(even, odd))
+    assert (even.is_even, odd.is_even) == (True, False)
+    assert known.matmul(8192, 50_257, 768, "bf16", is_even=False).value == pytest.approx(150e12, rel=0.01)
+    assert known.matmul(8192, 50_257, 768, "bf16").value == pytest.approx(600e12, rel=0.01)
+    alone = replace(LISTED, matmuls=(even,))
+    assert alone.matmul(8192, 50_257, 768, "bf16", is_even=False).value == pytest.approx(600e12, rel=0.01)

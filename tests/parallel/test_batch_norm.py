@@ -150,3 +150,23 @@ def test_norm_without_running_statistics_evaluates_alone():
         return [ours(torch.randn(4, 2)).shape for _ in range(1 + world.rank)]  # ranks evaluate different numbers
 
     assert [len(shapes) for shapes in run_ranks(on_rank, 2)] == [1, 2]
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_weights_of_lower_precision_meet_statistics_of_their_own(device, momentum):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    torch.manual_seed(1)
+    plain = nn.BatchNorm2d(4, momentum=momentum).to(device)
+    nn.init.uniform_(plain.weight)
+    ours = replace_batch_norms(nn.Sequential(copy.deepcopy(plain)), None)[0]
+    # What a sharded unit hands in: its weights rounded to the compute dtype, its buffers as they are.
+    ours.weight, ours.bias = (nn.Parameter(part.detach().bfloat16()) for part in (ours.weight, ours.bias))
+    plain.weight.data.copy_(ours.weight.detach())
+    value = torch.randn(8, 4, 6, 6, device=device).bfloat16()
+    for is_training in (True, True, False):
+        assert torch.equal(ours.train(is_training)(value), plain.train(is_training)(value))
+    ours.train()(value).float().sum().backward()
+    assert ours.weight.grad.dtype == torch.bfloat16
+    assert ours.num_batches_tracked == plain.num_batches_tracked + 1

@@ -97,6 +97,16 @@ def test_groups_of_nccl_are_followed_beside_the_others(tmp_path, nccl):
     assert (found.completed, found.pending.sequence, found.pending.what.text) == (NUMBER - 1, NUMBER, "float32[4]")
 
 
+def test_a_group_of_nobody_is_not_looked_for_at_every_look(tmp_path, nccl, monkeypatch):
+    looks = []
+    real = flight._dump
+    monkeypatch.setattr(flight, "_dump", lambda **how: looks.append(how) or real(**how))
+    thread = FlightThread(CallRing(tmp_path / "a.calls"), lambda _name: 0)
+    for _ in range(20):
+        thread._look()
+    assert len(looks) == 1
+
+
 def test_another_version_ends_the_thread_and_nothing_else(tmp_path, monkeypatch):
     dump = pickle.dumps({"version": "3.0", "pg_status": {}})
     monkeypatch.setattr(c10d, "_dump_fr_trace", lambda *_: dump)

@@ -165,7 +165,7 @@ def measured(described, name, ranks, micro_batch, **changes):
         job = decoder_job(batch_size=batch_size)
         plan = Plan.preset(name, ranks, batch_size=batch_size, accumulation=accumulation)
         plan = dataclasses.replace(plan, **changes)
-        predicted = predict_memory(described.for_plan(plan), plan).peak
+        predicted = predict_memory(described.for_plan(plan), plan, context=0.0).peak
         with fake_world(ranks, device="cpu") as world:
             step = sw.build_step(job, plan, world)
             with LiveBytes("cpu") as live:

@@ -47,6 +47,8 @@ class Grid:
 
     layers: dict[str, tuple[tuple[int, int, int], ...]]
     """dtype -> linear layers as (rows, inner, columns)."""
+    uneven: dict[str, tuple[tuple[int, int, int], ...]]
+    """The same, where columns are not a whole number of 16 bytes."""
     attentions: dict[str, tuple[tuple[int, int], ...]]
     """dtype -> (length, head width)."""
     tokens: int
@@ -83,6 +85,7 @@ GPU = Grid(
         "tf32": _with_rows((1024, 8192), _FEW),
         "fp32": _with_rows((1024, 8192), _FEW),
     },
+    uneven={"bf16": _with_rows((2048, 8192, 16_384), ((768, 50_257), (1600, 50_257)))},
     attentions={
         "bf16": ((512, 64), (1024, 64), (2048, 64), (4096, 64), (1024, 128), (2048, 128), (4096, 128), (8192, 128)),
         "fp16": ((2048, 128),),
@@ -96,6 +99,7 @@ GPU = Grid(
 )
 CPU = Grid(
     layers={"fp32": _with_rows((64, 512, 2048), _NARROW), "bf16": _with_rows((512,), ((256, 256), (256, 1024)))},
+    uneven={},
     attentions={"fp32": ((64, 16), (64, 64), (256, 32), (256, 64), (1024, 64))},
     tokens=512,
     numels=(1 << 18, 1 << 21),
@@ -168,7 +172,7 @@ def measure_rank(grid: Grid, device: str) -> RankFigures:
     used = _memory_in_use(identify().local_rank) if device == "cuda" else 0
     with world(device=device) as here:
         matmuls: list[MatmulPoint] = []
-        for dtype, layers in _present(grid.layers, here.device):
+        for dtype, layers in _present(grid.layers, here.device) + _present(grid.uneven, here.device):
             here.barrier()  # so that all ranks are at the same work
             matmuls += operators.matmul_points(layers, dtype, here.device, budget_s=grid.budget_s)
         attentions: list[AttentionPoint] = []

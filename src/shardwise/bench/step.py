@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import statistics
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -146,7 +147,8 @@ def measure_step(
     rate = matmul_rate(here.device, plan.precision.compute)
     here.barrier()
     if on_gpu:
-        torch.cuda.empty_cache()  # what an earlier measurement left is not this one's
+        gc.collect()  # a step holds itself in circles, and what an earlier measurement left is not this one's
+        torch.cuda.empty_cache()
         _peak(here.device)
     needed = WARM_UP + steps + (profile.steps + 1 if profile else 0) + (0 if on_gpu else _MEMORY_STEPS)
     job = dataclasses.replace(job, steps=needed, epochs=None, tokens=None)

@@ -37,7 +37,7 @@ class BatchNorm(_BatchNorm):
         """Normalise; in training, communicates over `group`."""
         self._check_input_dim(input)
         if not self.training:
-            return super().forward(input)
+            return self._by_torch(input)
         rows, filled = (input.shape[0], input.shape[0]) if self.rows is None else self.rows
         if input.shape[0] != filled:
             raise JobError(
@@ -45,13 +45,36 @@ class BatchNorm(_BatchNorm):
                 fix="use a batch_size that divides the dataset, or a norm that does not mix rows",
             )
         if self.group is None and rows == filled:
-            return super().forward(input)
+            return self._by_torch(input)
         output, mean, var, count = _SharedNorm.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, rows, self.group
         )
         if self.tracks:
             self._track(mean, var, count)
         return output  # type: ignore[no-any-return]
+
+    def _by_torch(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
+        """Normalise as torch does, with weights in the dtype of the statistics: on a GPU its kernels want one.
+
+        Sharded units hand in weights in the compute dtype, while buffers stay as they are.
+        """
+        held = self.running_mean
+        if held is None or self.weight is None or self.weight.dtype == held.dtype:
+            return super().forward(input)
+        momentum = self.momentum or 0.0
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        return functional.batch_norm(
+            input,
+            held,
+            self.running_var,
+            self.weight.to(held.dtype),
+            self.bias.to(held.dtype),
+            self.training,
+            momentum,
+            self.eps,
+        )
 
     @torch.no_grad()
     def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:

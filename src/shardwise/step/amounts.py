@@ -22,6 +22,7 @@ class State:
     held: Amount
     gradients: float
     backward: bool
+    on_gpu: bool = False
 
 
 def states_of(passes: Sequence[Pass], segment: int) -> list[State]:
@@ -33,7 +34,8 @@ def states_of(passes: Sequence[Pass], segment: int) -> list[State]:
     else:  # another batch takes another path: all that lives is taken to grow with the batch
         held = [_per_sample(_above(entry, many[0])) for entry in many]
     return [
-        State(amount, entry.gradients - made_before, entry.backward) for amount, entry in zip(held, many, strict=True)
+        State(amount, entry.gradients - made_before, entry.backward, entry.on_gpu)
+        for amount, entry in zip(held, many, strict=True)
     ]
 
 
@@ -56,12 +58,15 @@ def _per_sample(many: Sequence[float]) -> Amount:
 
 def footprint_of(states: Sequence[State]) -> Footprint:
     """Return what a part holds, from its states in order."""
-    forward = [state for state in states if not state.backward]
-    backward = [state for state in states if state.backward]
+    everywhere = [state for state in states if not state.on_gpu]
+    forward = [state.held for state in everywhere if not state.backward]
+    with_workspace = [state.held for state in states if state.on_gpu and not state.backward]
     return Footprint(
-        saved=forward[-1].held,
-        forward=max((state.held for state in forward), key=_size),
-        backward=_highest(backward),
+        saved=forward[-1],
+        forward=max(forward, key=_size),
+        forward_on_gpu=max([*forward, *with_workspace], key=_size),
+        backward=_highest([state for state in everywhere if state.backward])
+        + _on_gpu([state for state in states if state.on_gpu and state.backward]),
     )
 
 
@@ -82,6 +87,12 @@ def _highest(states: Sequence[State]) -> tuple[Moment, ...]:
         if not kept or state.gradients > kept[-1].gradients:
             kept.append(Moment(held=state.held, gradients=state.gradients))
     return tuple(kept) or (Moment(held=Amount()),)
+
+
+def _on_gpu(states: Sequence[State]) -> tuple[Moment, ...]:
+    if not states:
+        return ()
+    return tuple(replace(moment, on_gpu=True) for moment in _highest(states))
 
 
 def work_of(passes: Sequence[Pass], segment: int) -> Work:

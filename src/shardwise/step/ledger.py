@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from shardwise.plan.model.shape import Attention, Matmul
+from shardwise.step.workspace import workspace_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -44,6 +45,8 @@ class Entry:
     """Bytes of activations that are whole, of the stream, and cut."""
     gradients: int
     """Numbers in the gradients of weights made so far."""
+    on_gpu: bool = False
+    """Whether a workspace is in it that only a GPU's library takes."""
 
 
 @dataclass(slots=True)
@@ -111,6 +114,14 @@ class Ledger(TorchDispatchMode):
         segment, backward = self._place()
         self.entries.append(Entry(segment, backward, self.held(), self._gradients))
 
+    def _note_workspace(self, num_bytes: float, tag: Tag) -> None:
+        """Write down what lives while an operator has its workspace."""
+        if num_bytes and tag in _HELD:
+            segment, backward = self._place()
+            held = list(self.held())
+            held[_HELD[tag]] += num_bytes
+            self.entries.append(Entry(segment, backward, (held[0], held[1], held[2]), self._gradients, on_gpu=True))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator, and write down what it made."""
         args, kwargs = _on_one_device(args, kwargs or {})
@@ -125,6 +136,7 @@ class Ledger(TorchDispatchMode):
             self._count(tensor.untyped_storage()._cdata, +1)
         if new:
             self.note()
+            self._note_workspace(workspace_bytes(name, args), tag)
         if new or name.endswith("_"):
             self._add_work(_Call(func, args, kwargs), read, made, tag)
         return result

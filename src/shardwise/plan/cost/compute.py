@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+
+from shardwise.hardware.calibration import is_aligned
 
 if TYPE_CHECKING:
     from shardwise.hardware.calibration import Calibration
@@ -88,7 +91,7 @@ class ComputeModel:
         self.assumptions = assumptions
         self._dtype = dtype
         self._known: dict[tuple[object, ...], PartCost] = {}
-        self._products_known: dict[tuple[int, int, int, str], float] = {}
+        self._products_known: dict[tuple[tuple[int, int, int], str, bool], float] = {}
         self._doubts = (
             calibration.matmul(4096, 4096, 4096, dtype).uncertainty,
             calibration.attention(2048, 128, dtype).uncertainty,
@@ -148,13 +151,15 @@ class ComputeModel:
         inner = max(1, matmul.inner // tp) if matmul.cut == "inner" else matmul.inner
         columns = max(1, matmul.columns // tp) if matmul.cut == "columns" else matmul.columns
         shapes = ((rows, columns, inner), (rows, inner, columns), (inner, columns, rows))
-        first, second, third = (matmul.count * self._product(*shape, dtype) for shape in shapes)
+        is_even = is_aligned(inner, dtype) and is_aligned(columns, dtype)
+        first, second, third = (matmul.count * self._product(shape, dtype, is_even=is_even) for shape in shapes)
         return first, second, third
 
-    def _product(self, m: int, n: int, k: int, dtype: str) -> float:
-        key = (m, n, k, dtype)
+    def _product(self, shape: tuple[int, int, int], dtype: str, *, is_even: bool) -> float:
+        key = (shape, dtype, is_even)
         if key not in self._products_known:
-            self._products_known[key] = 2.0 * m * n * k / self.calibration.matmul(m, n, k, dtype).value
+            rate = self.calibration.matmul(*shape, dtype, is_even=is_even).value
+            self._products_known[key] = 2.0 * math.prod(shape) / rate
         return self._products_known[key]
 
     def _attention(self, part: Part, samples: int, tp: int, *, backward: bool) -> float:

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from shardwise.plan.plan import Plan
 
 GIB = 1 << 30
-WORKSPACE = 32 << 20
-"""What cuBLAS takes through torch's allocator for one stream on Hopper, by torch's source; less on older chips."""
+WORKSPACE = 2 * (32 << 20)
+"""What cuBLAS takes through torch's allocator on Hopper, once for the thread of forward and once for that of backward;
+measured with torch 2.11 on an H200, less on older chips."""
 CONTEXT = 0.55 * GIB
 """CUDA context, kernels and library handles of one process, outside of the allocator: assumed, not measured."""
 PER_GROUP = 0.2 * GIB
@@ -88,14 +89,16 @@ def _stages_by_rank(shape: ModelShape, plan: Plan) -> list[list[Stage]]:
 
 
 def _rank_memory(own: Holdings, context: float) -> Memory:
-    phase, at_peak = max(_moments(own), key=lambda moment: sum(moment[1].values()))
+    on_gpu = context > 0
+    phase, at_peak = max(_moments(own, on_gpu=on_gpu), key=lambda moment: sum(moment[1].values()))
+    at_peak["workspace"] = float(WORKSPACE) if on_gpu else 0.0
     at_peak = {name: amount for name, amount in at_peak.items() if amount > 0}
     peak = sum(at_peak.values())
     groups = sum(degree > 1 for degree in own.plan.layout.degrees)
     return Memory(
         peak=peak,
-        reserved=peak * FRAGMENTED + (WORKSPACE if context else 0.0),
-        outside=context + (groups * PER_GROUP if context else 0.0),
+        reserved=peak * FRAGMENTED,
+        outside=context + (groups * PER_GROUP if on_gpu else 0.0),
         phase=phase,
         at_peak=dict(sorted(at_peak.items(), key=lambda item: -item[1])),
         host=own.host(),
@@ -103,23 +106,25 @@ def _rank_memory(own: Holdings, context: float) -> Memory:
     )
 
 
-def _moments(own: Holdings) -> list[tuple[str, dict[str, float]]]:
+def _moments(own: Holdings, *, on_gpu: bool) -> list[tuple[str, dict[str, float]]]:
     """Return every moment that can be the highest: its phase, and what lives then by name."""
     rest = own.at_rest()
     found = [_update(own, rest)]
     for index, share in enumerate(own.shares):
         below = own.kept(index)
-        found.append(("forward", _forward(own, rest, index, below + own.saved[index] * (share.number - 1))))
-        found += _backward(own, rest, index, below)
+        before = below + own.saved[index] * (share.number - 1)
+        found.append(("forward", _forward(own, rest, index, before, on_gpu=on_gpu)))
+        found += _backward(own, rest, index, below, on_gpu=on_gpu)
     return found
 
 
-def _forward(own: Holdings, rest: Mapping[str, float], index: int, below: float) -> dict[str, float]:
+def _forward(own: Holdings, rest: Mapping[str, float], index: int, below: float, *, on_gpu: bool) -> dict[str, float]:
     share = own.shares[index]
+    footprint = share.part.footprints[own.plan.recompute]
     now = dict(rest)
     _add(now, "gradients", _accumulated(own))
     now["activations"] = below
-    _add(now, _held_name(share.part), own.amount(share.part.footprints[own.plan.recompute].forward))
+    _add(now, _held_name(share.part), own.amount(footprint.forward_on_gpu if on_gpu else footprint.forward))
     now["casts"] = _casts(own, own.shares[:index], share, share.number)
     if own.sharded:
         now["gathered"] = _gathered_forward(own, index)
@@ -159,13 +164,16 @@ def _gathered_forward(own: Holdings, index: int) -> float:
     return own.compute_bytes * (own.root + kept + share.unit + came)
 
 
-def _backward(own: Holdings, rest: Mapping[str, float], index: int, below: float) -> list[tuple[str, dict[str, float]]]:
+def _backward(
+    own: Holdings, rest: Mapping[str, float], index: int, below: float, *, on_gpu: bool
+) -> list[tuple[str, dict[str, float]]]:
     share = own.shares[index]
     found = []
+    moments = [one for one in share.part.footprints[own.plan.recompute].backward if on_gpu or not one.on_gpu]
     # The last of equal blocks has most activations below it, the first most gradients above it; those beside
     # them also have a neighbour on either side, whose weights or gradients travel meanwhile.
     for position in {share.number, max(1, share.number - 1), min(2, share.number), 1}:
-        for moment in share.part.footprints[own.plan.recompute].backward:
+        for moment in moments:
             now = dict(rest)
             now["activations"] = below + own.saved[index] * (position - 1)
             _add(now, _held_name(share.part), own.amount(moment.held))

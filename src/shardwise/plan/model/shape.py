@@ -132,6 +132,8 @@ class Moment:
     """What the part holds then: what is left of its saved activations, temporaries, gradients of activations."""
     gradients: float = 0.0
     """Numbers (not bytes) of its weights' gradients made so far; tensor parallelism leaves 1/tp of them."""
+    on_gpu: bool = False
+    """Whether it is one of GPUs alone, whose libraries take a workspace then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +144,8 @@ class Footprint:
     """After its forward pass: everything kept for backward, and its output."""
     forward: Amount
     """At the highest moment of its forward pass."""
+    forward_on_gpu: Amount
+    """The same where libraries take their workspaces from the device."""
     backward: tuple[Moment, ...]
     """The moments of its backward pass that can be the highest, each with all it holds then (`saved` included)."""
 

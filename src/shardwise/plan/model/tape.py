@@ -330,7 +330,8 @@ def _run(
     tape.moments = []
     output = replace(output, storage=None)  # whoever read it has run backward before
     tape.backward(output, partial(forward, tape, x))
-    return Footprint(saved=saved, forward=highest, backward=_undominated(tape.moments)), output.size
+    backward = _undominated(tape.moments)
+    return Footprint(saved=saved, forward=highest, forward_on_gpu=highest, backward=backward), output.size
 
 
 def _counted(items: list[Item]) -> tuple[Item, ...]:
