@@ -12,6 +12,7 @@ import msgspec
 
 from shardwise.environment import identify
 from shardwise.job import JobReference  # noqa: TC001 - read at run time by msgspec
+from shardwise.record.deterministic import be_deterministic
 from shardwise.run import RunDirectory
 from shardwise.run.failure import describe_failure, write_failure
 from shardwise.run.timeline import Timeline
@@ -36,6 +37,11 @@ class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a save that fails ends the training."""
     resume: str = "auto"
     """What a run without checkpoints of its own goes on from."""
+    check_replicas: int = 1000
+    """Optimizer steps between comparisons of what should be equal over ranks; 0 makes none."""
+    on_drift: str = "report"
+    """What follows when it is not: "report" or "stop"."""
+    deterministic: bool = False
 
 
 def main() -> int:
@@ -58,6 +64,8 @@ def main() -> int:
 
 def _train(order: WorkerOrder, run: RunDirectory, timeline: Timeline) -> None:
     timeline.mark("process")
+    if order.deterministic:
+        be_deterministic(seed=None)  # the job has one
     from shardwise.checkpoint import CheckpointFolder
     from shardwise.job import load_job
     from shardwise.plan.toml import read_plan
@@ -84,6 +92,8 @@ def _train(order: WorkerOrder, run: RunDirectory, timeline: Timeline) -> None:
             save_every=order.save_every,
             keep=order.keep,
             must_save=order.must_save,
+            check_replicas=order.check_replicas,
+            on_drift=order.on_drift,
             resume=resume,
         )
 

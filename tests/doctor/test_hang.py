@@ -36,6 +36,13 @@ def test_a_rank_that_gave_a_sign_since_is_not_missed():
     assert decide(world(*THREE, away(3, quiet_s=2)), 10) is None
 
 
+def test_a_rank_that_waits_elsewhere_for_a_moment_is_not_missed():
+    """A thread of ranks 0-2 waits for a slow checkpoint of rank 3, whose training goes on in another group."""
+    training = GroupKey("1", 0, (0, 1, 2, 3))
+    busy = replace(waiting(3, 900, for_s=0.01, group=training), progress=(at(4), at(900, training)))
+    assert decide(world(*THREE, busy), 10) is None
+
+
 def test_a_rank_of_which_nothing_is_known_is_not_blamed():
     assert decide(world(*THREE), 10) is None
 
@@ -66,6 +73,16 @@ def test_patience_follows_what_the_missing_rank_does(status, patience):
 
     assert verdict_after(10 * patience)
     assert patience == 1 or not verdict_after(10 * patience - 1)
+
+
+def test_a_small_limit_leaves_a_rank_that_compiles_its_minutes():
+    def verdict_after(seconds, **status):
+        ranks = [waiting(rank, for_s=seconds) for rank in range(3)]
+        return decide(world(*ranks, away(3, quiet_s=seconds, **status)), 2).is_verdict
+
+    assert not verdict_after(299, activity=doing("compiles"))
+    assert verdict_after(300, activity=doing("compiles"))
+    assert verdict_after(60, activity=doing(moving=True))
 
 
 def test_a_rank_in_a_known_phase_is_a_note():

@@ -1,6 +1,6 @@
 """Guards of several nodes: all tell node 0 what they see, and it alone decides."""
 
-from doctor.collectives import away, doing, waiting
+from doctor.collectives import away, call, doing, waiting
 from shardwise.doctor.neighbours import Neighbours
 
 
@@ -63,3 +63,26 @@ def test_node_0_decides_asks_and_tells():
     assert one.verdicts == ["rank 3 sleeps"]
     one.listen(now=1.0)
     assert (one.missed, one.verdicts) == (set(), [])
+
+
+def test_new_calls_are_told_to_node_0_and_by_it_to_nobody():
+    zero, one = pair()
+    news = {2: [call(1), call(2, match="max float32*4")], 3: [call(1)]}
+    one.share_calls(news)
+    zero.share_calls(news)
+    zero.listen(now=0.0)
+    one.listen(now=0.0)
+    assert [(run.rank, run.calls()) for run in zero.calls] == [(2, news[2])]
+    assert one.calls == []
+    zero.listen(now=1.0)
+    assert zero.calls == []
+
+
+def test_what_was_said_of_ranks_that_have_ended_is_forgotten_unheard():
+    zero, one = pair()
+    one.share({2: waiting(2)}, quiet_s=5)
+    zero.listen(now=0.0)
+    one.share_calls({2: [call(1)]})
+    zero.forget()
+    zero.listen(now=1.0)
+    assert (zero.calls, zero.ranks(now=1.0)) == ([], {})

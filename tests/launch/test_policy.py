@@ -76,3 +76,15 @@ def test_stop_request_ends_with_what_the_ranks_saved():
 
 def test_ranks_stopped_for_no_fault_of_theirs_are_not_a_success():
     assert isinstance(decide([exit_(0, -15, stopped=True)], max_restarts=0, restarts=0, stop_requested=False), GiveUp)
+
+
+def test_ranks_that_a_verdict_stopped_are_started_again_as_often_as_allowed():
+    exits, limits = [exit_(0, -15, stopped=True), exit_(1, -9, stopped=True)], {"max_restarts": 1, "by_verdict": True}
+    assert decide(exits, restarts=0, stop_requested=False, **limits) == Restart(attempt=1, cause=None)
+    assert decide(exits, restarts=1, stop_requested=False, **limits) == GiveUp(cause=None)
+    assert decide(exits, restarts=0, stop_requested=True, **limits) == Finish()
+
+
+def test_ranks_that_saved_when_a_verdict_stopped_them_have_failed_all_the_same():
+    exits = [exit_(rank, 75, stopped=True) for rank in range(2)]
+    assert isinstance(decide(exits, max_restarts=0, restarts=0, stop_requested=False, by_verdict=True), GiveUp)

@@ -318,3 +318,19 @@ def test_words_about_an_earlier_round_are_too_late():
     run.hear(0, Failing(1, certain=True))
     run.later(1)
     assert set(run.took(Stop)) == {0}
+
+
+def test_a_verdict_that_stopped_the_ranks_is_a_failure_that_restarts_or_ends_the_run():
+    run = running(2, 2, 2, max_restarts=1)
+    for round_ in (0, 1):
+        run.hear(0, Ended(round_, (exit_of(0, -15, stopped=True),), "rank 1 sleeps", by_verdict=True))
+        assert set(run.took(Stop)) <= {1}
+        end(run, 1, round_, exit_of(1, -9, stopped=True))
+        if round_ == 0:
+            assert run.took(Again) == {0: Again(1), 1: Again(1)}
+            run.hear(0, Opened(1, 4001))
+            for node in range(2):
+                run.hear(node, Met(1, (0, 1)))
+    over = run.took(Over)
+    assert set(over) == {0, 1}
+    assert all(message.failed and message.lost == "rank 1 sleeps on node 0 (a)" for message in over.values())

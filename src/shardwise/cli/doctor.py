@@ -7,6 +7,7 @@ import click
 from shardwise.cli.lazy import LazyGroup
 
 PARTS = {
+    "drill": "Do harm to your own job, and check that it is named and comes back.",
     "env": "Explain and check environment variables; print presets.",
     "net": "Check all hosts and the ways between them; end with the launch line.",
     "run": "Explain a finished or stuck run from its directory.",

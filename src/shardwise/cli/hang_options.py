@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from shardwise.doctor.guard import Guard, HangLimits
     from shardwise.doctor.neighbours import Exchange
+    from shardwise.doctor.replicas import ReplicaWatch
     from shardwise.run import RunDirectory
 
 HANG_AFTER_S = 10.0
@@ -71,7 +72,7 @@ def start_guard(
     return [guard]
 
 
-def close_guards(guards: Sequence[Guard], explanation: str) -> None:
+def close_guards(guards: Sequence[Guard | ReplicaWatch], explanation: str) -> None:
     """End the report of a launch that failed: where each rank was, why it failed, and a verdict if that is not it."""
     for guard in guards:
         if not guard.verdict and (places := guard.places()):

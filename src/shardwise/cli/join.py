@@ -9,6 +9,7 @@ from shardwise.cli.summary import summarise
 from shardwise.errors import InputError, JobError, ShardwiseError
 from shardwise.parallel.support import require_supported
 from shardwise.plan import Device, searching, settle
+from shardwise.record.deterministic import be_deterministic
 from shardwise.run import RunDirectory, create_run
 from shardwise.run.console import complain
 from shardwise.run.failure import describe_failure, write_failure
@@ -31,14 +32,16 @@ def train_in_world(
     plan_overrides: Mapping[str, str],
     *,
     run_dir: Path | None,
-    saving: Mapping[str, Any],
+    told: Mapping[str, Any],
     backend: str | None,
     device: str | None,
 ) -> None:
-    """Train in the world this process was started in; communicates over it, on every rank."""
+    """Train in the world this process was started in, as `told` by the options; communicates over it, on every rank."""
     from shardwise.train.train import train
     from shardwise.world import world
 
+    if told["deterministic"]:
+        be_deterministic(seed=None)
     with world(backend=backend, device=device) as here:
 
         def prepare() -> tuple[Plan, RunDirectory]:
@@ -61,8 +64,9 @@ def train_in_world(
             complain(f"shardwise: {here.source} has started these ranks, so nobody looks on for hangs, as launch would")
         try:
             # A job that SLURM has requeued finds what it saved before.
-            resume = "auto" if run.checkpoints.exists() else saving["resume"]
-            train(job, plan, here, run=run, **{**saving, "resume": resume})
+            resume = "auto" if run.checkpoints.exists() else told["resume"]
+            how = {name: value for name, value in told.items() if name not in ("resume", "deterministic")}
+            train(job, plan, here, run=run, resume=resume, **how)
         except Exception as error:
             if here.is_main and isinstance(error, InputError) and not run.has_trained:
                 run.remove()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardwise.cli.equality_options import equality_options, start_replica_watch
 from shardwise.cli.hang_options import close_guards, hang_options, start_guard
 from shardwise.cli.node_options import node_options
 from shardwise.run.console import complain, say
@@ -16,6 +17,7 @@ from shardwise.run.exitcodes import INTERRUPTED, JOB_FAILED
 if TYPE_CHECKING:
     from shardwise.cli.launch_plan import SettledLaunch
     from shardwise.doctor.guard import Guard
+    from shardwise.doctor.replicas import ReplicaWatch
     from shardwise.launch import Launched
     from shardwise.launch.starters import ForkStarter
     from shardwise.run import RunDirectory
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as with python -m.")
 @click.option("--no-python", is_flag=True, help="SCRIPT is any program.")
 @hang_options
+@equality_options(check_every=0)
 @click.option("--dry-run", is_flag=True, help="Print what would run.")
 @click.option("--warm", is_flag=True, help="Fork ranks from your warm server, started if there is none.")
 @click.option(
@@ -74,14 +77,12 @@ def command(*, script: str, arguments: tuple[str, ...], log_dir: Path | None, dr
     from shardwise.cli.elsewhere import start_elsewhere
     from shardwise.cli.launch_plan import settle_launch, settle_target
     from shardwise.cli.node_words import describe
-    from shardwise.cli.presets import describe_preset, tell_effects
+    from shardwise.cli.presets import tell_effects, tell_preset
     from shardwise.cli.slurm import start_by_slurm
     from shardwise.launch import GiveUp, explain_outcome
     from shardwise.launch.processes import become_reaper, kill_descendants
 
-    preset = options["preset"]
-    if preset:
-        complain(describe_preset(preset))  # first: an unknown one is refused here, not on every machine
+    tell_preset(options["preset"])  # first: an unknown one is refused here, not on every machine
     elsewhere = start_elsewhere(grace_s=options["shutdown_timeout"], dry_run=dry_run)
     if elsewhere is not None:
         return elsewhere
@@ -101,8 +102,7 @@ def command(*, script: str, arguments: tuple[str, ...], log_dir: Path | None, dr
         launched, run, guards = _launch(settled, log_dir, warm)
     finally:
         kill_descendants()  # also what left its rank's process group, or outlived a killed fork parent
-    if preset:
-        tell_effects(preset, settled.spec.variables, run)
+    tell_effects(options["preset"], settled.spec.variables, run)
     if isinstance(launched.decision, GiveUp):
         close_guards(guards, explain_outcome(launched.outcome, run))
         complain(f"shardwise: the run is in {run.path}")
@@ -115,16 +115,18 @@ def command(*, script: str, arguments: tuple[str, ...], log_dir: Path | None, dr
 
 def _launch(
     settled: SettledLaunch, log_dir: Path | None, warm: ForkStarter | None
-) -> tuple[Launched, RunDirectory, list[Guard]]:
+) -> tuple[Launched, RunDirectory, list[Guard | ReplicaWatch]]:
     """Run it on this machine, or on this and others; return how it ended, where that is written, and who looked on."""
     from shardwise.cli.tee import Tee
     from shardwise.launch import launch
     from shardwise.run import create_run, share_run
 
     spec = settled.spec
+    guards: list[Guard | ReplicaWatch]
     if settled.nodes is None:
         run = create_run(log_dir, spec.target.name)
-        guards = start_guard(run, settled.hang, range(spec.nproc))
+        ranks = range(spec.nproc)
+        guards = [*start_guard(run, settled.hang, ranks), *start_replica_watch(run, settled.replicas, ranks)]
         launched = launch(spec, run, observers=[Tee(run, settled.shown), *guards], note=complain, warm=warm)
         return launched, run, guards
 
@@ -138,7 +140,10 @@ def _launch(
 
     with join_run(settled.nodes, facts, make_run, complain) as (link, run):
         tee = Tee(run, settled.shown)
-        guards = start_guard(run, settled.hang, range(0), exchange=link)
+        guards = [
+            *start_guard(run, settled.hang, range(0), exchange=link),
+            *start_replica_watch(run, settled.replicas, range(0), link.node),
+        ]
 
         def follow(ranks: range) -> None:
             tee.follow(ranks)

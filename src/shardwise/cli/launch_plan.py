@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ast
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.equality_options import equality_variables, settle_replicas
 from shardwise.cli.hang_options import settle_hang
 from shardwise.cli.node_options import settle_nodes
-from shardwise.cli.presets import preset_variables, refuse_hopeless
-from shardwise.doctor.env_rules import Surroundings
+from shardwise.cli.presets import settle_preset
 from shardwise.environment import profiler
 from shardwise.errors import LaunchError
 from shardwise.hardware import probe_gpus, usable_cores
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardwise.doctor.guard import HangLimits
+    from shardwise.doctor.replicas import ReplicaLimits
     from shardwise.launch.nodes import NodesSpec
 
 _DDP = frozenset({"DistributedDataParallel", "DDP"})
@@ -41,6 +41,8 @@ class SettledLaunch:
     """The machines of the run; None when this is the only one."""
     hang: HangLimits | None
     """When ranks that others wait for are named; None if nobody looks."""
+    replicas: ReplicaLimits | None
+    """When what DDP keeps equal is compared; None if nobody does."""
     note: str
     """What the user should know of how ranks will be started; empty when it is as asked."""
 
@@ -64,22 +66,15 @@ def settle_launch(target: Target, options: Mapping[str, Any]) -> SettledLaunch:
         raise LaunchError(
             "--warm forks ranks, and --start-method spawn or --no-python starts fresh processes", fix="leave one out"
         )
+    equality = equality_variables(options)
+    if equality and isinstance(target, Program):
+        raise LaunchError("--check-replicas and --deterministic are for Python", fix="leave them or --no-python out")
     nodes = settle_nodes(options)
     hang = None if isinstance(target, Program) else settle_hang(options)
-    num_gpus, cores = len(probe_gpus()), usable_cores()
-    nproc = read_nproc(options["nproc_per_node"], num_gpus=num_gpus, num_cores=cores)
-    names, added = _names(target), preset_variables(options["preset"])
-    refuse_hopeless(
-        added,
-        Surroundings(
-            interfaces=tuple(name for _, name in socket.if_nameindex()),
-            num_gpus=num_gpus,
-            uses_nccl=num_gpus > 0,
-            uses_ddp=bool(names and names & _DDP),
-            nproc=nproc,
-            cores=cores,
-        ),
-    )
+    num_gpus = len(probe_gpus())
+    nproc = read_nproc(options["nproc_per_node"], num_gpus=num_gpus, num_cores=usable_cores())
+    names = _names(target)
+    added = settle_preset(options["preset"], nproc=nproc, num_gpus=num_gpus, uses_ddp=bool(names and names & _DDP))
     views = shown(
         redirects=options["redirects"], tee=options["tee"], ranks_filter=options["local_ranks_filter"], nproc=nproc
     )
@@ -91,18 +86,19 @@ def settle_launch(target: Target, options: Mapping[str, Any]) -> SettledLaunch:
         port=0
         if nodes
         else read_port(options["rdzv_endpoint"], options["master_port"], standalone=options["standalone"]),
-        record=hang is not None,
+        record=hang is not None or bool(equality),
         fork=options["start_method"] == "fork" and not profiler() and not _is_folder(target),
         on_terminal=tuple((out.terminal, err.terminal) for out, err in views),
         grace_s=options["shutdown_timeout"],
         preload=_preload(names),
-        variables=added,
+        variables={**added, **equality},
     )
     return SettledLaunch(
         spec=spec,
         shown=views,
         nodes=nodes,
         hang=hang,
+        replicas=settle_replicas(options),
         warm_idle_s=options["warm_idle"] if options["warm"] and spec.fork else None,
         note=_note(target),
     )

@@ -1,7 +1,8 @@
-"""`launch --preset`: which variables ranks get beside the user's own, and afterwards whether NCCL read them."""
+"""--preset: which variables ranks get beside the user's own, and afterwards whether NCCL read them."""
 
 from __future__ import annotations
 
+import socket
 from typing import TYPE_CHECKING
 
 from shardwise.doctor.catalogue import find_preset
@@ -9,6 +10,7 @@ from shardwise.doctor.env_rules import CERTAIN, Surroundings
 from shardwise.doctor.nccl_log import effects, read_nccl_log
 from shardwise.environment import variables
 from shardwise.errors import LaunchError
+from shardwise.hardware import usable_cores
 from shardwise.run.console import complain
 
 if TYPE_CHECKING:
@@ -23,26 +25,42 @@ def preset_variables(name: str | None) -> dict[str, str]:
     return {} if name is None else find_preset(name).missing_from(variables(""))
 
 
-def describe_preset(name: str) -> str:
-    """Say what a preset sets, and which variables of the user's own stay."""
+def tell_preset(name: str | None) -> None:
+    """Say what a preset sets, and which variables of the user's own stay; unknown ones are refused."""
+    if name is None:
+        return
     preset, own = find_preset(name), variables("")
     added = " ".join(f"{key}={value}" for key, value in preset.missing_from(own).items())
     kept = " ".join(f"{key}={value}" for key, value in preset.overruled_by(own).items())
     stays = f"; your own {kept} stays" if kept else ""
-    return f"shardwise: preset {name} sets {added or 'nothing'}{stays}"
+    complain(f"shardwise: preset {name} sets {added or 'nothing'}{stays}")
 
 
-def refuse_hopeless(added: Mapping[str, str], here: Surroundings) -> None:
-    """Refuse variables with which ranks cannot run; what is only doubtful is for `shardwise doctor env` to say."""
-    environ = {**variables(""), **added}
+def settle_preset(name: str | None, *, nproc: int, num_gpus: int, uses_ddp: bool) -> dict[str, str]:
+    """Return what a preset adds to the variables of `nproc` ranks; refuse those with which ranks cannot run.
+
+    What is only doubtful is for `shardwise doctor env` to say. `num_gpus` is 0 where ranks train on the CPU.
+    """
+    added = preset_variables(name)
+    here = Surroundings(
+        interfaces=tuple(name for _, name in socket.if_nameindex()),
+        num_gpus=num_gpus,
+        uses_nccl=num_gpus > 0,
+        uses_ddp=uses_ddp,
+        nproc=nproc,
+        cores=usable_cores(),
+    )
     for rule in CERTAIN:
-        for verdict in rule(environ, here):
+        for verdict in rule({**variables(""), **added}, here):
             if verdict.state == "fail":
                 raise LaunchError(f"{verdict.name}: {verdict.fact}", fix=verdict.fix)
+    return added
 
 
-def tell_effects(name: str, added: Mapping[str, str], run: RunDirectory) -> None:
-    """Say which variables of a preset NCCL read in a run that has ended."""
+def tell_effects(name: str | None, added: Mapping[str, str], run: RunDirectory) -> None:
+    """Say which variables of a preset NCCL read in a run that has ended; nothing without one."""
+    if name is None:
+        return
     verdicts = run_effects(added, run)
     idle = [verdict for verdict in verdicts if verdict.state != "ok"]
     if len(idle) < len(verdicts):

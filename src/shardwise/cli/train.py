@@ -5,10 +5,11 @@ from __future__ import annotations
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardwise.cli.equality_options import equality_options, settle_equality
 from shardwise.cli.hang_options import hang_options, settle_hang, start_guard
 from shardwise.cli.node_options import node_options, settle_nodes
 from shardwise.cli.saving_options import saving_options, settle_saving
@@ -17,9 +18,12 @@ from shardwise.cli.summary import summarise
 from shardwise.errors import LaunchError
 from shardwise.run.console import complain
 from shardwise.run.exitcodes import BAD_INPUT, DONE, INTERRUPTED, JOB_FAILED, PREEMPTED
+from shardwise.run.failure import NOT_SAVED
 
 if TYPE_CHECKING:
-    from shardwise.doctor.guard import HangLimits
+    from collections.abc import Mapping
+
+    from shardwise.cli.train_nodes import RanksSpec
     from shardwise.environment import Identity
     from shardwise.job import Job, JobReference
     from shardwise.launch import Launched
@@ -42,6 +46,8 @@ if TYPE_CHECKING:
 @click.option("--max-restarts", type=click.IntRange(min=0), default=0, help="Times to go on after a failure.")
 @node_options
 @hang_options
+@equality_options(check_every=1000)
+@click.option("--preset", metavar="NAME", help="Variables for a kind of cluster, as launch has it: gcp, infiniband ...")
 @click.option("--backend", help="gloo, nccl, mpi, ucc or cpu:gloo,cuda:nccl (default: by device).")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to train (default: cuda where there is one).")
 @click.option(
@@ -59,15 +65,14 @@ def command(
     plan_spec: str,
     settings: tuple[str, ...],
     run_dir: Path | None,
-    max_restarts: int,
     backend: str | None,
     device: str | None,
-    sinks: tuple[SinkSpec, ...],
-    **more: object,
+    **more: Any,
 ) -> int:
     """Train the Job in JOB.py, with progress, a report and a run directory."""
     from shardwise.cli.elsewhere import start_elsewhere
     from shardwise.cli.join import train_in_world, write_run_inputs
+    from shardwise.cli.presets import tell_preset
     from shardwise.cli.slurm import start_by_slurm
     from shardwise.cli.train_nodes import train_on_nodes
     from shardwise.environment import identify
@@ -76,45 +81,50 @@ def command(
     from shardwise.run import create_run
 
     started_at = time.time()
+    tell_preset(more["preset"])  # first: an unknown one is refused here, not on every machine
     if (elsewhere := start_elsewhere(grace_s=LaunchSpec.grace_s)) is not None:
         return elsewhere
     me = identify()
     reference, plan_overrides = split_settings(job, settings)
     loaded = load_job(reference)
-    saving, hang = settle_saving(more), settle_hang(more)
+    told = settle_saving(more) | settle_equality(more)
     if (submitted := start_by_slurm(reference.name, run_dir, grace_s=LaunchSpec.grace_s)) is not None:
         return submitted
-    nodes = settle_nodes({**more, "max_restarts": max_restarts})
+    nodes = settle_nodes(more)
     if me.world_size > 1 and (nodes is None or me.source != "slurm"):
-        _check_joining(me, nproc, sinks)
+        _check_joining(me, nproc, more["sinks"], more["preset"])
         train_in_world(
-            loaded, reference, plan_spec, plan_overrides, run_dir=run_dir, saving=saving, backend=backend, device=device
+            loaded, reference, plan_spec, plan_overrides, run_dir=run_dir, told=told, backend=backend, device=device
         )
         return DONE
     nproc = nproc or 1
     where = this_device(device, nproc)
     plan = _settle(loaded, plan_spec, nproc * (nodes.most if nodes else 1), where, plan_overrides)
     _check(loaded, plan)
+    ranks = _ranks(plan, where, nproc, more)
     order = {
         "job": reference,
         "plan_sources": dict(plan.sources),
         "started_at": started_at,
         "backend": backend,
         "device": where.kind,
-        **saving,
+        **told,
     }
     if nodes is not None:
-        launched, run, is_first = train_on_nodes(
-            nodes, plan, reference, order, nproc=nproc, run_dir=run_dir, sinks=sinks, hang=hang
-        )
-        return _conclude(launched, run, is_first=is_first)
+        launched, run, is_first = train_on_nodes(nodes, plan, reference, order, ranks, run_dir=run_dir)
+        return _conclude(ranks, launched, run, is_first=is_first)
     run = create_run(run_dir, reference.name)
     write_run_inputs(run, reference, plan)
-    return _conclude(_launch(order, run, nproc=nproc, max_restarts=max_restarts, sinks=sinks, hang=hang), run)
+    return _conclude(ranks, _launch(order, run, ranks), run)
 
 
-def _check_joining(me: Identity, nproc: int | None, sinks: tuple[SinkSpec, ...]) -> None:
-    """Refuse to start ranks or mirrors from a rank."""
+def _check_joining(me: Identity, nproc: int | None, sinks: tuple[SinkSpec, ...], preset: str | None) -> None:
+    """Refuse to start ranks or mirrors from a rank, or to set what it should have been started with."""
+    if preset is not None:
+        raise LaunchError(
+            f"--preset {preset} is for ranks that shardwise starts, and {me.source} has started this one",
+            fix=f'leave it out, and run eval "$(shardwise doctor env --preset {preset} --export)" before {me.source}',
+        )
     if sinks:
         raise LaunchError(
             f"--sink {sinks[0]} goes with ranks that shardwise starts, and {me.source} has started this one",
@@ -192,33 +202,44 @@ def _check(job: Job, plan: Plan) -> None:
         check_model(job, plan)
 
 
-def _launch(
-    order: dict[str, object],
-    run: RunDirectory,
-    *,
-    nproc: int,
-    max_restarts: int,
-    sinks: tuple[SinkSpec, ...],
-    hang: HangLimits | None,
-) -> Launched:
+def _ranks(plan: Plan, device: Device, nproc: int, options: Mapping[str, Any]) -> RanksSpec:
+    """Settle how ranks are started and looked after; refuse variables with which they cannot run."""
+    from shardwise.cli.presets import settle_preset
+    from shardwise.cli.train_nodes import RanksSpec
+    from shardwise.parallel.support import uses_ddp
+
+    preset, num_gpus = options["preset"], nproc if device.kind == "cuda" else 0
+    return RanksSpec(
+        nproc=nproc,
+        max_restarts=options["max_restarts"],
+        sinks=options["sinks"],
+        hang=settle_hang(options),
+        preset=preset,
+        variables=settle_preset(preset, nproc=nproc, num_gpus=num_gpus, uses_ddp=uses_ddp(plan)),
+    )
+
+
+def _launch(order: dict[str, object], run: RunDirectory, ranks: RanksSpec) -> Launched:
     """Start the ranks with their order, and show what they do until they end."""
     from shardwise.cli.follow import following
-    from shardwise.cli.train_nodes import worker_spec
     from shardwise.launch import launch
 
-    with following(run, sinks) as [follower]:
-        spec = worker_spec(order, run, nproc=nproc, max_restarts=max_restarts, record=hang is not None)
-        guards = start_guard(run, hang, range(nproc), say=follower.line)
-        return launch(spec, run, observers=[follower, *guards], note=complain)
+    with following(run, ranks.sinks) as [follower]:
+        guards = start_guard(run, ranks.hang, range(ranks.nproc), say=follower.line)
+        return launch(ranks.to_launch(order, run), run, observers=[follower, *guards], note=complain)
 
 
-def _conclude(launched: Launched, run: RunDirectory, *, is_first: bool = True) -> int:
+def _conclude(ranks: RanksSpec, launched: Launched, run: RunDirectory, *, is_first: bool = True) -> int:
     """Say how it ended; a run that was refused before its first step leaves nothing behind."""
+    from shardwise.cli.presets import tell_effects
     from shardwise.launch import Finish, explain_outcome, root_cause
 
+    tell_effects(ranks.preset, ranks.variables, run)
     outcome = launched.outcome
     if isinstance(launched.decision, Finish) and launched.decision.exit_code == PREEMPTED:
-        complain(f"shardwise: stopped and saved; go on with --resume {run.path}")
+        is_saved = not any(one.failure and NOT_SAVED in one.failure.message for one in outcome.exits)
+        words = "stopped and saved" if is_saved else "stopped, its last state not saved"
+        complain(f"shardwise: {words}; go on with --resume {run.path}")
         return INTERRUPTED if outcome.interrupted == signal.SIGINT else PREEMPTED
     if outcome.interrupted:
         complain(f"shardwise: interrupted; the run is in {run.path}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -11,10 +12,12 @@ import msgspec
 from shardwise.cli.follow import following
 from shardwise.cli.hang_options import start_guard
 from shardwise.cli.join import write_run_inputs
+from shardwise.environment import variables as own_variables
 from shardwise.launch import LaunchSpec, Module
 from shardwise.launch.nodes import join_run, node_facts
 from shardwise.launch.rounds import launch_nodes
 from shardwise.plan.toml import plan_to_toml
+from shardwise.record.deterministic import deterministic_variables
 from shardwise.run import create_run, share_run
 from shardwise.run.console import complain
 
@@ -36,13 +39,53 @@ PRELOAD = ("torch", "torch._dynamo")
 """What every rank would import: torch, and what the first DDP brings in (800 modules, 1.5 s)."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RanksSpec:
+    """How the ranks of one machine are started and looked after."""
+
+    nproc: int
+    max_restarts: int
+    sinks: Sequence[SinkSpec]
+    """Where the run is mirrored to."""
+    hang: HangLimits | None
+    preset: str | None
+    variables: Mapping[str, str]
+    """What the preset adds to the user's own."""
+
+    def to_launch(self, order: Mapping[str, Any], run: RunDirectory) -> LaunchSpec:
+        """Return what starts the workers with this order."""
+        return worker_spec(
+            order,
+            run,
+            nproc=self.nproc,
+            max_restarts=self.max_restarts,
+            record=self.hang is not None,
+            variables=self.variables,
+        )
+
+
 def worker_spec(
-    order: Mapping[str, Any], run: RunDirectory, *, nproc: int, max_restarts: int, record: bool
+    order: Mapping[str, Any],
+    run: RunDirectory,
+    *,
+    nproc: int,
+    max_restarts: int,
+    record: bool,
+    variables: Mapping[str, str] | None = None,
 ) -> LaunchSpec:
     """Return what starts the workers of one machine, each with the same order and this run directory."""
     text = msgspec.json.encode({**order, "run": str(run.path.resolve())}).decode()
-    worker = Module("shardwise.worker", (text,))
-    return LaunchSpec(target=worker, nproc=nproc, max_restarts=max_restarts, preload=PRELOAD, record=record)
+    return LaunchSpec(
+        target=Module("shardwise.worker", (text,)),
+        nproc=nproc,
+        max_restarts=max_restarts,
+        preload=PRELOAD,
+        record=record,
+        variables={
+            **(variables or {}),
+            **(deterministic_variables(own_variables("")) if order.get("deterministic") else {}),
+        },
+    )
 
 
 def train_on_nodes(
@@ -50,18 +93,16 @@ def train_on_nodes(
     plan: Plan,
     reference: JobReference,
     order: Mapping[str, Any],
+    ranks: RanksSpec,
     *,
-    nproc: int,
     run_dir: Path | None,
-    sinks: Sequence[SinkSpec],
-    hang: HangLimits | None,
 ) -> tuple[Launched, RunDirectory, bool]:
     """Take part in a training on many machines; return how it ended, where, and whether this is the first of them.
 
-    `plan` is for the most nodes; ranks refit it to those that are there. The first node mirrors the run into `sinks`.
+    `plan` is for the most nodes; the workers refit it to those that are there. The first node mirrors the run.
     """
     for fewer in range(nodes.least, nodes.most):
-        plan.refit(fewer * nproc)  # refuses now what it would refuse when a node is lost
+        plan.refit(fewer * ranks.nproc)  # refuses now what it would refuse when a node is lost
     facts = {
         **node_facts(nodes, reference.name),
         "job file": reference.digest[:12],
@@ -75,16 +116,16 @@ def train_on_nodes(
         return run
 
     with join_run(nodes, facts, make_run, complain) as (link, run):
-        spec = worker_spec(order, run, nproc=nproc, max_restarts=nodes.max_restarts, record=hang is not None)
+        spec = ranks.to_launch(order, run)
         is_first = link.node == 0
-        shown: AbstractContextManager[list[Follower]] = following(run, sinks) if is_first else nullcontext([])
+        shown: AbstractContextManager[list[Follower]] = following(run, ranks.sinks) if is_first else nullcontext([])
         with shown as followers:
             say = followers[0].line if followers else complain
-            guards = start_guard(run, hang, range(0), exchange=link, say=say)
+            guards = start_guard(run, ranks.hang, range(0), exchange=link, say=say)
 
-            def follow(ranks: range) -> None:
+            def follow(placed: range) -> None:
                 for guard in guards:
-                    guard.follow(ranks)
+                    guard.follow(placed)
 
             launched = launch_nodes(
                 spec, nodes, link, run, observers=[*followers, *guards], placed=follow, note=complain

@@ -65,11 +65,13 @@ class Guard:
     def follow(self, ranks: range) -> None:
         """Watch these ranks from now on."""
         self._views = {rank: RankView(self._run, rank) for rank in ranks}
+        if self._neighbours is not None:
+            self._neighbours.forget()
         self._begin()
 
     def _begin(self) -> None:
         """Forget what was found of earlier processes."""
-        self._comparison = Comparison()
+        self._comparison = Comparison(late=self._neighbours is not None)
         self._skew = Skew(window_s=_WINDOW_S)
         self._torch_skew = Skew(window_s=_TORCH_WINDOW_S, windows=2)
         self._verdict = ""
@@ -78,13 +80,16 @@ class Guard:
         """The stall that was told, and whether as a verdict."""
 
     def tick(self) -> str:
-        """Look now, if it is time to; returns the verdict if it is to stop the ranks, else nothing."""
+        """Look now, if it is time to; returns the verdict if it is to stop the ranks, once, else nothing."""
         now = time.monotonic()
         if self._views and (now >= self._next_look or self._is_over()):
             self._next_look = now + self._look_s
             with contextlib.suppress(OSError):  # a full disk or a folder that was removed must not end a launch
                 self._look(now)
-        return self._verdict if self._limits.stop and now >= self._stop_at else ""
+        if not self._limits.stop or now < self._stop_at:
+            return ""
+        self._stop_at = math.inf  # not those that are started again
+        return self._verdict
 
     def _is_over(self) -> bool:
         """Whether all ranks have ended."""
@@ -108,6 +113,7 @@ class Guard:
             for text in skew.findings(data_s, now):
                 self._tell("note", text)
         if self._neighbours is not None:
+            self._neighbours.share_calls(news)
             ranks = self._consult(self._neighbours, ranks, now)
         if self._neighbours is None or self._neighbours.decides:
             self._look_for_stall(ranks, now)
@@ -123,6 +129,8 @@ class Guard:
         others = neighbours.ranks(now)
         for rank, status in others.items():
             self._comparison.feed(rank, [wait.call for wait in status.waits if not wait.by_torch])
+        for run in neighbours.calls:
+            self._comparison.feed(run.rank, run.calls())
         return {**others, **own}
 
     def _look_for_stall(self, ranks: dict[int, RankStatus], now: float) -> None:

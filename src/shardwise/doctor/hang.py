@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 BUSY, HARD = 30, 6
 """How many times the limit is waited for a rank that is busy with something known, or seen to get on; and for one that
 computes in one place, or loads its first batch."""
+KNOWN_S = 300.0
+"""What a rank gets at least that is busy with something known: how long one compiles is not a matter of the limit."""
 _CORES = 0.1
 """Processors from which on a rank counts as computing: one that sleeps uses hundredths, and machines are shared."""
 _PHASES = {"save": "saves a checkpoint", "evaluate": "evaluates", "start": "starts", "end": "ends"}
@@ -72,17 +74,16 @@ class RankStatus:
             if mine.by_torch == wait.by_torch and (mine.group, mine.channel) == call.channel
         )
 
-    @property
-    def patience(self) -> int:
-        """How many times the limit others should wait for this rank."""
+    def patience_s(self, limit_s: float) -> float:
+        """Return the seconds that others should wait for this rank."""
         doing = self.activity
         if self.state != "running" or self.waits:
-            return 1
+            return limit_s
         if self.phase in _PHASES or (doing is not None and (doing.kind not in {"", DATA})):
-            return BUSY
+            return max(BUSY * limit_s, KNOWN_S)
         if doing is not None and doing.is_moving and (doing.kind != DATA or doing.cores >= _CORES):
-            return BUSY
-        return HARD if self.first_batch or (doing is not None and doing.cores >= _CORES) else 1
+            return BUSY * limit_s
+        return HARD * limit_s if self.first_batch or (doing is not None and doing.cores >= _CORES) else limit_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,14 +130,15 @@ def decide(ranks: Mapping[int, RankStatus], limit_s: float) -> Stall | None:
         if not missing:
             continue
         blamed = [status for status in missing if not status.waits or status.state == "stopped"]
-        quiet_s = min([wait.for_s, *(status.quiet_s for status in blamed)])
+        # Those that wait are asked too: a checkpoint that a thread writes may be waited for while training goes on.
+        quiet_s = min([wait.for_s, *(status.quiet_s for status in missing)])
         if quiet_s < limit_s:
             continue
-        patience = min((status.patience for status in blamed), default=1)
+        patience_s = min((status.patience_s(limit_s) for status in blamed), default=limit_s)
         stall = Stall(
             waiting=_same(ranks, rank, wait),
             missing=(*blamed, *(status for status in missing if status not in blamed)),
-            is_verdict=quiet_s >= patience * limit_s,
+            is_verdict=quiet_s >= patience_s,
         )
         found.append((bool(blamed), wait.for_s, stall))
     # One that waits for somebody who waits for nobody explains those who wait for waiting ranks.

@@ -38,6 +38,9 @@ class RankView:
         self._arrived_at = 0.0
         self._asked_at = -1
         """Where the stacks file ended when stacks were last asked for; -1 when none are awaited."""
+        self._reader.refresh()
+        self._past = self.pid if self.is_gone else 0
+        """A process of an earlier attempt, whose record is still there."""
 
     @property
     def pid(self) -> int:
@@ -74,7 +77,7 @@ class RankView:
         if signs != self._signs:
             self._signs, self._changed_at = signs, time.time()
             self._samples.clear()
-        return new
+        return new if self.pid != self._past else []
 
     def status(self) -> RankStatus:
         """Return what there is to decide upon."""

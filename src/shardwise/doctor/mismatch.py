@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from shardwise.run.call_reader import Call
     from shardwise.run.calls import GroupKey
 
-_KEPT = 512
-"""Calls by channel that are kept for who comes late."""
+_KEPT, _KEPT_LATE = 512, 8192
+"""Calls by channel that are kept for who comes late: behind by less than a look, or by the looks of two nodes."""
 
 
 class Comparison:
     """Finds calls that should be the same on all members of their group, and are not; each channel's first."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, late: bool = False) -> None:
+        """Begin with no calls; `late` if those of other nodes will come too."""
+        self._kept = _KEPT_LATE if late else _KEPT
         self._calls: dict[tuple[GroupKey, str], dict[int, dict[int, Call]]] = {}
         self._suspects: dict[tuple[GroupKey, str], int] = {}
         """The first number at which a channel differs."""
@@ -46,8 +48,8 @@ class Comparison:
                 elif call.site != other.site and not call.what.is_message:
                     self._odd.add(channel)
             there[rank] = call
-            if len(numbers) > _KEPT:
-                del numbers[min(numbers)]
+            if len(numbers) > self._kept:
+                del numbers[next(iter(numbers))]  # the one that came first
 
     def findings(self, *, last: bool = False) -> list[str]:
         """Return what is new, in words; `last` if no more will come.

@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from shardwise.doctor.call_runs import CallRun, Leads
 from shardwise.doctor.hang import RankStatus  # noqa: TC001 - read at run time by msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    from shardwise.run.call_reader import Call
 
 _FRESH_LOOKS = 4
 """What another node told is forgotten after so many looks."""
@@ -45,7 +48,7 @@ class Told(msgspec.Struct, frozen=True, tag="told"):
     text: str
 
 
-_DECODER = msgspec.json.Decoder(Seen | Missed | Told)
+_DECODER = msgspec.json.Decoder(Seen | Missed | Told | CallRun)
 
 
 class Neighbours:
@@ -54,7 +57,13 @@ class Neighbours:
     def __init__(self, exchange: Exchange, look_s: float) -> None:
         self._exchange = exchange
         self._fresh_s = _FRESH_LOOKS * look_s
+        self._begin()
+
+    def _begin(self) -> None:
         self._seen: dict[int, tuple[float, RankStatus]] = {}
+        self._leads = Leads()
+        self.calls: list[CallRun] = []
+        """Of ranks of other nodes, that came since the last look; for node 0."""
         self.missed: set[int] = set()
         """Ranks that node 0 has asked for since the last look."""
         self.verdicts: list[str] = []
@@ -65,9 +74,14 @@ class Neighbours:
         """Whether this is node 0."""
         return self._exchange.node == 0
 
+    def forget(self) -> None:
+        """Leave what was said of ranks that have ended, also what was not listened to yet."""
+        self._exchange.take_relayed()
+        self._begin()
+
     def listen(self, now: float) -> None:
         """Take in what was said."""
-        self.missed, self.verdicts = set(), []
+        self.missed, self.verdicts, self.calls = set(), [], []
         for body in self._exchange.take_relayed():
             match _DECODER.decode(body):
                 case Seen(ranks):
@@ -76,6 +90,8 @@ class Neighbours:
                     self.missed.update(missed)
                 case Told(text):
                     self.verdicts.append(text)
+                case CallRun() as run:
+                    self.calls.append(run)
 
     def ranks(self, now: float) -> dict[int, RankStatus]:
         """Return the ranks of other nodes of which something was heard just now."""
@@ -85,6 +101,12 @@ class Neighbours:
         """Tell node 0 of our ranks, if any has given no sign for so long."""
         if not self.decides and any(status.quiet_s >= quiet_s for status in own.values()):
             self._say(Seen(tuple(own.values())))
+
+    def share_calls(self, news: Mapping[int, Iterable[Call]]) -> None:
+        """Tell node 0 of the new calls of our ranks that ranks of other nodes should make too."""
+        if not self.decides:
+            for run in self._leads.runs(news):
+                self._say(run)
 
     def ask(self, ranks: Iterable[int]) -> None:
         """Have other nodes look what these ranks do; for node 0."""

@@ -45,7 +45,12 @@ class Frame:
     @property
     def is_users(self) -> bool:
         """Whether neither Python, an installed package nor shardwise wrote it."""
-        return not (self.file.startswith((*_STANDARD, _PACKAGE, "<")) or _INSTALLED.search(self.file))
+        return not (self.is_pythons or self.file.startswith((_PACKAGE, "<")) or _INSTALLED.search(self.file))
+
+    @property
+    def is_pythons(self) -> bool:
+        """Whether it is in the standard library, outside of installed packages."""
+        return self.file.startswith(_STANDARD) and not _INSTALLED.search(self.file)
 
 
 Stack = tuple[Frame, ...]
@@ -111,7 +116,8 @@ def describe_activity(samples: Sequence[Sample]) -> Activity | None:
     if not seen:
         return None
     stack = seen[-1].stack
-    user = next((frame for frame in stack if frame.is_users), stack[0])
+    named = [frame for frame in stack if not frame.is_pythons]  # where none is the user's, the library that waits
+    user = next((frame for frame in stack if frame.is_users), named[0] if named else stack[0])
     elapsed = seen[-1].at - seen[0].at
     kinds = [_kind(sample.stack) for sample in seen]
     return Activity(

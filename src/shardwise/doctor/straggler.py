@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 _FEWEST = 10
 _SHARE, _OWN = 0.2, 0.7
 """A rank is slow if the others wait for it this part of the time, and it is behind this part of all waiting."""
-_OUTLIER = 5
+_SINGLE = 3
+"""Long lags in a window that say nothing yet: a first batch, a checkpoint, an evaluation."""
 _KEPT = 2048
 
 
@@ -89,7 +90,7 @@ class Skew:
         usual = statistics.median([seconds for other, seconds in waited.items() if other != rank] or [0.0])
         by_data = waited.get(rank, 0.0) - usual > share / 2 * (now - self._looked_at)
         why = "it waits longer for data" if by_data else "it computes longer"
-        call, lag_s = self._places[rank], statistics.median(self._lags[rank])
+        call, lag_s = self._places[rank], _usual(self._lags[rank])
         where = f" at {short(call.site)}" if call.site else ""
         return (
             f"rank {rank} is slow: the others wait for it {share:.0%} of the time, most in"
@@ -97,7 +98,12 @@ class Skew:
         )
 
 
+def _usual(lags: list[float]) -> float:
+    """Return the longest lag that is not a single one; most calls of a slow rank's step have none at all."""
+    return sorted(lags)[-1 - _SINGLE] if len(lags) > _SINGLE else 0.0
+
+
 def _usual_sum(lags: list[float]) -> float:
-    """Sum lags of which single long ones, as a first batch or a checkpoint brings, count as little more than usual."""
-    most = _OUTLIER * statistics.median(lags)
+    """Sum lags of which single long ones count as much as the usual."""
+    most = _usual(lags)
     return sum(min(lag, most) for lag in lags)

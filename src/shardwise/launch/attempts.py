@@ -91,6 +91,7 @@ def launch(
                 max_restarts=spec.max_restarts,
                 restarts=restarts,
                 stop_requested=bool(outcome.interrupted),
+                by_verdict=outcome.by_verdict,
             )
             if not isinstance(decision, Restart):
                 launched = Launched(decision=decision, outcome=outcome, restarts=restarts)
@@ -98,7 +99,7 @@ def launch(
                 return launched
             restarts = decision.attempt
             log.restart(restarts, spec.max_restarts, verdict(outcome))
-            note(f"rank {decision.cause.rank} failed; restart {restarts} of {spec.max_restarts}")
+            note(f"{decision.why}; restart {restarts} of {spec.max_restarts}")
 
 
 def node_environment(spec: LaunchSpec) -> dict[str, str]:

@@ -37,6 +37,8 @@ class RoundStatus:
     """Nodes that were lost, in words."""
     broken: str = ""
     """What else the ranks could not go on without, and how it ended."""
+    verdict: str = ""
+    """The verdict for which the ranks were stopped."""
     num_nodes: int
     """That could make the next round."""
     had_met: bool = True
@@ -84,13 +86,18 @@ def decide_round(status: RoundStatus, limits: Limits, restarts: int) -> NextRoun
     # Ranks that stop a moment later than their peers see them go away.
     if status.reshaping and status.num_nodes >= limits.least and not (cause and cause.is_certain):
         return NextRound(restarts=restarts, why=f"going on with {_count(status.num_nodes)}")
-    decision = decide(status.exits, max_restarts=limits.max_restarts, restarts=restarts, stop_requested=False)
+    decision = decide(
+        status.exits,
+        max_restarts=limits.max_restarts,
+        restarts=restarts,
+        stop_requested=False,
+        by_verdict=bool(status.verdict),
+    )
     if isinstance(decision, Restart):
-        place = f"rank {decision.cause.rank} on {decision.cause.place}"
-        why = f"{place} failed; restart {decision.attempt} of {limits.max_restarts}"
+        why = f"{decision.why}; restart {decision.attempt} of {limits.max_restarts}"
         return NextRound(restarts=decision.attempt, why=why)
     if isinstance(decision, GiveUp):
-        return EndRun(failed=True, cause=decision.cause)
+        return EndRun(failed=True, cause=decision.cause, lost=status.verdict)
     return EndRun(exit_code=decision.exit_code)
 
 

@@ -96,6 +96,8 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     exits: tuple[RankExit, ...]
     """Their times are seconds ago; see `rebased`."""
     lost: str = ""
+    by_verdict: bool = False
+    """`lost` is a verdict for which the ranks were stopped."""
     out_of_memory: bool = False
 
 

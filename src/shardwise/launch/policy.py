@@ -52,7 +52,15 @@ class Restart:
     """Start all ranks again, as attempt number `attempt`."""
 
     attempt: int
-    cause: RankExit
+    cause: RankExit | None
+    """None when a verdict stopped the ranks, such as one on a hang."""
+
+    @property
+    def why(self) -> str:
+        """What happened, in words."""
+        if self.cause is None:
+            return "a verdict stopped the ranks"
+        return f"rank {self.cause.rank}{f' on {self.cause.place}' if self.cause.place else ''} failed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +73,20 @@ class GiveUp:
 Decision = Finish | Restart | GiveUp
 
 
-def decide(exits: Sequence[RankExit], *, max_restarts: int, restarts: int, stop_requested: bool) -> Decision:
-    """Say what follows when the last rank of an attempt has ended."""
+def decide(
+    exits: Sequence[RankExit], *, max_restarts: int, restarts: int, stop_requested: bool, by_verdict: bool = False
+) -> Decision:
+    """Say what follows when the last rank of an attempt has ended; `by_verdict` if an observer stopped the ranks."""
     if stop_requested:
         # Ranks were asked to leave: those that saved say so, and how the others took it is not a failure.
         return Finish(exit_code=PREEMPTED if any(exit_.returncode == PREEMPTED for exit_ in exits) else 0)
-    if exits and all(exit_.returncode == PREEMPTED for exit_ in exits):
+    if exits and not by_verdict and all(exit_.returncode == PREEMPTED for exit_ in exits):
         return Finish(exit_code=PREEMPTED)  # somebody asked the ranks themselves
     cause = root_cause(exits)
-    if cause is None:
-        return GiveUp(cause=None) if any(exit_.stopped for exit_ in exits) else Finish()
-    if restarts < max_restarts and not _is_hopeless(cause):
+    if cause is None and not any(exit_.stopped for exit_ in exits):
+        return Finish()
+    is_worth_it = by_verdict if cause is None else not _is_hopeless(cause)
+    if restarts < max_restarts and is_worth_it:
         return Restart(attempt=restarts + 1, cause=cause)
     return GiveUp(cause=cause)
 

@@ -7,6 +7,8 @@ import signal
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from shardwise.launch.membership import EndRun, Limits, RoundStatus, decide_round, place_node
 from shardwise.launch.node_messages import (
     Again,
@@ -28,8 +30,6 @@ from shardwise.run.exitcodes import PREEMPTED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import msgspec
 
     from shardwise.launch.node_messages import FromNode, Hello
 
@@ -93,7 +93,8 @@ class _Round:
         return RoundStatus(
             exits=tuple(exit_ for _, ended in self.ends for exit_ in ended.exits),
             gone=tuple(self.gone),
-            broken=next((f"{ended.lost} on {place}" for place, ended in self.ends if ended.lost), ""),
+            broken=self._first_loss(by_verdict=False),
+            verdict=self._first_loss(by_verdict=True),
             num_nodes=num_nodes,
             had_met=had_met,
             interrupted=self.interrupted,
@@ -101,6 +102,12 @@ class _Round:
             # One that was stopped before it met the others has no exits to tell of.
             complete=self.has_met and len(self.nodes) == sum(bool(ended.exits) for _, ended in self.ends),
         )
+
+    def _first_loss(self, *, by_verdict: bool) -> str:
+        losses = (
+            f"{ended.lost} on {place}" for place, ended in self.ends if ended.lost and ended.by_verdict == by_verdict
+        )
+        return next(losses, "")
 
 
 class Roster:
@@ -259,7 +266,7 @@ class Roster:
     def _take_end(self, member: _Member, ended: Ended, now: float) -> None:
         member.ended = ended
         exits = tuple(replace(exit_, place=member.place) for exit_ in ended.exits)
-        self._round.ends.append((member.place, Ended(ended.round, exits, ended.lost, ended.out_of_memory)))
+        self._round.ends.append((member.place, msgspec.structs.replace(ended, exits=exits)))
         if ended.lost or any(exit_.failed for exit_ in exits):
             self._round.stop(f"ranks of {member.place} ended", now if ended.lost else now + SETTLE_S)
         self._conclude_if_done()

@@ -133,6 +133,8 @@ class _Node:
     stop: Stop | None = None
     over: Over | None = None
     """The last of each that the hub said."""
+    broken: str = ""
+    """For which this node stopped its ranks of the last round by itself."""
     meeting: RankProcess | None = None
     has_greeted: bool = False
     is_leaving: bool = False
@@ -142,7 +144,8 @@ class _Node:
         with self._store() as store:
             meet = self._wait_for_meet(store)
             if meet.restarts > self.restarts and self.link.node == 0:
-                self.log.restart(meet.restarts, self.nodes.max_restarts, self.stop.reason if self.stop else "")
+                reason = self.broken or (self.stop.reason if self.stop else "")
+                self.log.restart(meet.restarts, self.nodes.max_restarts, reason)
             self.round, self.restarts = meet.round, meet.restarts
             try:
                 self._take_part(meet, store, observers, placed)
@@ -269,9 +272,9 @@ class _Node:
             elsewhere=self,
             grace_s=self.spec.grace_s,
         )
-        exits = tuple(replace(exit_, log=end_of_log(exit_, self.run)) for exit_ in outcome.exits)
-        broken = "" if self._stopped else outcome.lost
-        self.link.send(Ended(self.round, rebased(exits), broken, outcome.out_of_memory))
+        ended = _ended(self.round, outcome, self.run, is_stopped=self._stopped is not None)
+        self.broken = ended.lost
+        self.link.send(ended)
 
     def _lost(self, store: RankProcess | None) -> str:
         """Say what the ranks cannot go on without, here or elsewhere."""
@@ -306,6 +309,17 @@ class _Node:
                     self.round = round_
                 case Over():
                     self.over = message
+
+
+def _ended(round_: int, outcome: Outcome, run: RunDirectory, *, is_stopped: bool) -> Ended:
+    """Return what the hub hears of the ranks of this node; if it stopped them itself, not why they were stopped."""
+    return Ended(
+        round_,
+        rebased(replace(exit_, log=end_of_log(exit_, run)) for exit_ in outcome.exits),
+        lost="" if is_stopped else outcome.lost,
+        by_verdict=outcome.by_verdict and not is_stopped,
+        out_of_memory=outcome.out_of_memory,
+    )
 
 
 def _place(link: Link, meet: Meet, assembly: Assembly, variables: Mapping[str, str]) -> Place:

@@ -36,7 +36,10 @@ class Observer(Protocol):
     """Something that looks on while ranks run: a progress view, a guard against hangs."""
 
     def tick(self) -> str | None:
-        """Look now; called about ten times a second and once after the last rank ended. Words stop the ranks."""
+        """Look now; called about ten times a second and once after the last rank ended.
+
+        Words stop the ranks; said once, since the ranks may be started again.
+        """
 
 
 class Elsewhere(Protocol):
@@ -63,6 +66,8 @@ class Outcome:
     """Ranks that were still running at the time limit."""
     lost: str = ""
     """What the ranks could not go on without, and how it ended; empty when nothing else failed."""
+    by_verdict: bool = False
+    """`lost` is the verdict of an observer that stopped the ranks: another attempt may do better."""
     out_of_memory: bool = False
     """The kernel killed a process of this cgroup for want of memory meanwhile."""
 
@@ -114,7 +119,7 @@ def supervise(
     kills_before = oom_kills()
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     timed_out: tuple[int, ...] = ()
-    missing = ""
+    missing, by_verdict = "", False
     with _wakeups(processes) as wait, caught_signals(watch.signals):
         while watch.running:
             wait(TICK_S)
@@ -128,7 +133,8 @@ def supervise(
             if elsewhere is not None:
                 _talk(watch, elsewhere)
             for observer in observers:
-                missing = observer.tick() or missing
+                if words := observer.tick():
+                    missing, by_verdict = words, True
             if deadline is not None and now > deadline and watch.running and not timed_out:
                 timed_out = tuple(sorted(watch.running))
                 for process in watch.running.values():
@@ -142,6 +148,7 @@ def supervise(
         interrupted=watch.request,
         timed_out=timed_out,
         lost=missing,
+        by_verdict=by_verdict,
         out_of_memory=(oom_kills() or 0) > (kills_before or 0),
     )
 

@@ -9,8 +9,11 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+from shardwise.record.asked import take_asked
+from shardwise.record.deterministic import be_deterministic
 from shardwise.record.functional import record_functional
 from shardwise.record.imports import when_imported
+from shardwise.record.replicas import record_replicas
 from shardwise.record.torch_calls import record_batches, record_collectives
 from shardwise.run.calls import CallRing
 
@@ -24,7 +27,15 @@ STACKS_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else 0
 
 
 def start_record(run: RunDirectory, rank: int, world_size: int) -> None:
-    """Begin to record this rank in `run`. Where files cannot be mapped or the disk is full, it goes on without."""
+    """Begin to record this rank in `run`. Where files cannot be mapped or the disk is full, it goes on without.
+
+    Sees to what else the launcher asked of it.
+    """
+    asked = take_asked()
+    if asked.deterministic:
+        be_deterministic(seed=rank)
+    if asked.check_replicas:
+        record_replicas(run.replicas(rank), asked.check_replicas)
     try:
         number = _register_stacks(run, rank)
         ring = CallRing(run.calls(rank), stacks_signal=number)

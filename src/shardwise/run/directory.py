@@ -87,6 +87,10 @@ class RunDirectory:
         """The ring of one rank's last collectives."""
         return self.path / "recorder" / f"rank{rank}.calls"
 
+    def replicas(self, rank: int) -> Path:
+        """Fingerprints of what one rank should hold like others, one JSON object per line; absent if nobody asked."""
+        return self.path / "recorder" / f"rank{rank}.replicas.jsonl"
+
     def stack_samples(self, rank: int) -> Path:
         """Where one rank writes the stacks of its threads whenever it is asked to."""
         return self.path / "recorder" / f"rank{rank}.stacks"

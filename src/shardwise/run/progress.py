@@ -82,6 +82,9 @@ class ProgressView:
         values = " · ".join(f"{name} {_value(value)}" for name, value in event["values"].items())
         self.line(f"epoch {event['epoch'] + 1} · test: {values}")
 
+    def _show_verdict(self, event: dict[str, Any]) -> None:
+        self.line(f"shardwise: {event['text']}")
+
     def _show_note(self, event: dict[str, Any]) -> None:
         self.line(f"note: {event['text']}")
 

@@ -11,11 +11,14 @@ from shardwise.errors import TrainingError
 from shardwise.train.build import build_step
 from shardwise.train.evaluate import evaluate
 from shardwise.train.journal import Journal
+from shardwise.train.replicas import Replicas, ReplicaSpec
 from shardwise.train.saving import Saving
 from shardwise.train.start import start_report
 from shardwise.train.stop import stop_requests
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shardwise.job import Job
     from shardwise.plan import Plan
     from shardwise.run import EventLog
@@ -50,19 +53,23 @@ def run_loop(
     timeline: Timeline,
     *,
     saving_spec: SavingSpec | None = None,
+    replica_spec: ReplicaSpec | None = None,
     mark: Mark | None = None,
 ) -> tuple[TrainReport, Step]:
     """Train `job` under `plan` to its end; called on every rank. Returns the report and the step that got there.
 
     With a `saving_spec` it goes on where the last one ended, saves as told, and leaves when it is asked to stop.
+    `replica_spec` says how often what should be equal over ranks is compared; None: as by default.
     `mark(phase, step)` is told when each phase of `run.recorder.PHASES` between the first and the last begins.
     """
     saving = Saving(saving_spec, job, plan, world, events) if saving_spec is not None else None
-    step = _begin(job, plan, world, events, saving, mark=mark)
+    replicas = Replicas(replica_spec or ReplicaSpec(), plan, world, events)
+    step = _begin(job, plan, world, events, saving, before_update=replicas.tap, mark=mark)
     first_step = step.number
     test_set = job.data("test")
     timeline.mark("model and data")
     events.write("start", **start_report(job, plan, world, step))
+    replicas.start(step)
 
     journal = Journal(plan, world, events, step.mark)
     evaluation: dict[str, float] = {}
@@ -80,6 +87,7 @@ def run_loop(
             # What a checkpoint holds is in the log before it: a crash leaves no gap in the curve.
             is_due = is_end or (saving is not None and saving.is_due(step.number))
             is_stopping = journal.add(report, publish=is_due, stop=stop.is_set)
+            replicas.after(step, batch, is_due=is_due)
             if test_set is not None and is_end:
                 step.mark("evaluate", step.number)
                 evaluation = evaluate(job, plan, world, step=step, dataset=test_set)
@@ -97,14 +105,23 @@ def run_loop(
     return result, step
 
 
-def _begin(job: Job, plan: Plan, world: World, events: EventLog, saving: Saving | None, *, mark: Mark | None) -> Step:
+def _begin(
+    job: Job,
+    plan: Plan,
+    world: World,
+    events: EventLog,
+    saving: Saving | None,
+    *,
+    before_update: Callable[[], None],
+    mark: Mark | None,
+) -> Step:
     """Build the step, and put the state of the training that it goes on from into it; on every rank."""
 
     def note(text: str) -> None:
         events.write("note", text=text)
 
     def build(first_step: int) -> Step:
-        return build_step(job, plan, world, note=note, first_step=first_step, mark=mark)
+        return build_step(job, plan, world, note=note, before_update=before_update, first_step=first_step, mark=mark)
 
     resumed = saving.resume(build) if saving is not None else None
     return resumed if resumed is not None else build(0)

@@ -15,6 +15,7 @@ from shardwise.run.recorder import Recorder
 from shardwise.run.report import write_report
 from shardwise.run.timeline import Timeline
 from shardwise.train.loop import TrainReport, run_loop
+from shardwise.train.replicas import CHECK_EVERY, ReplicaSpec
 from shardwise.train.saving import SavingSpec
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def train(
     keep: int | str = 3,
     must_save: bool = False,
     resume: str = "auto",
+    check_replicas: int = CHECK_EVERY,
+    on_drift: str = "report",
 ) -> TrainReport:
     """Train `job` under `plan` in a world that is already there; called on every rank, starts no processes.
 
@@ -43,6 +46,8 @@ def train(
     progress unless told not to. `save_every` counts optimizer steps (0: only when asked to stop); `keep` is how many
     checkpoints stay, or rules such as "3,2d,max:accuracy"; with `must_save` a save that fails ends the training, else
     it is told; `resume` is "auto" (the newest good one of this run), "never", or the path of a checkpoint or a run.
+    Weights that should be equal over ranks are compared every `check_replicas` steps (0: never); where they are not,
+    `on_drift` is "report" or "stop".
     """
     timeline = timeline or Timeline(time.time())
     view = ProgressView.on_stderr() if show_progress and world.is_main else None
@@ -55,7 +60,14 @@ def train(
                 folder=run.checkpoints, every=save_every, keep=parse_keep(str(keep)), must_save=must_save, resume=resume
             )
         report, step = run_loop(
-            job, plan, world, events, timeline, saving_spec=saving, mark=recorder.mark if recorder else None
+            job,
+            plan,
+            world,
+            events,
+            timeline,
+            saving_spec=saving,
+            replica_spec=ReplicaSpec(every=check_replicas, stop=on_drift == "stop"),
+            mark=recorder.mark if recorder else None,
         )
         weights = full_state_dict(step.model) if run is not None else {}
         if run is not None and world.is_main:
