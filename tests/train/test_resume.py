@@ -1,6 +1,8 @@
 """Exact resume: saved under any strategy, resumed under any other, with the losses of the uninterrupted run."""
 
 import dataclasses
+import errno
+import importlib
 import itertools
 import random
 from functools import partial
@@ -35,6 +37,7 @@ LAYOUTS = {
     "pp2": (2, "pp"),
     "shard2.tp2": (4, "shard2.tp2"),
 }
+save = importlib.import_module("shardwise.checkpoint.save")  # its room has a function of that name
 PAIRS = list(itertools.product(LAYOUTS, LAYOUTS))
 make_job = partial(sentences_job, "llama-tiny", steps=STEPS)
 
@@ -199,6 +202,24 @@ def test_a_save_that_fails_is_told_or_ends_the_training_as_told(tmp_path):
     assert notes.count("not saved: ") == 3
     with pytest.raises(CheckpointError, match="Not a directory"):
         run_ranks(trained, 1, "one", tmp_path / "file" / "in", every=2, must_save=True)
+
+
+def test_the_save_after_one_that_failed_has_its_turn(tmp_path):
+    real, calls = save.write_shard, itertools.count()
+
+    def full_once(*args, **kwargs):
+        if next(calls) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*args, **kwargs)
+
+    def body(world):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(save, "write_shard", full_once)
+            return trained(world, "one", tmp_path, every=2, told=True)
+
+    _, _, notes = run_ranks(body, 1)[0]
+    assert notes.count("not saved: ") == 1
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002", "step-00000006"]
 
 
 def test_the_best_by_a_metric_is_saved_when_it_is_measured_and_stays(tmp_path):

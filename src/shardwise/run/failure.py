@@ -26,6 +26,10 @@ PEER_LOST = re.compile(
 _PEER_ERRORS = (RuntimeError, ConnectionError)
 
 
+NOT_SAVED = "and not saved"
+"""In the words of a rank that was asked to stop when its state could not be written."""
+
+
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's failure: who, where, what it said."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.checkpoint import AsyncSaver, CheckpointError, CheckpointFolder, check_storage
 from shardwise.errors import InputError, nearest
+from shardwise.run.failure import NOT_SAVED
 from shardwise.run.keep import Keep
 from shardwise.train.resuming import Resuming
 from shardwise.train.state import state_facts, state_tensors
@@ -18,6 +19,7 @@ from shardwise.train.user_state import split_state
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shardwise.checkpoint import SaveReport
     from shardwise.job import Job
     from shardwise.plan import Plan
     from shardwise.run import EventLog
@@ -88,14 +90,17 @@ class Saving:
         self.save(step, evaluation)
         if is_stopping:
             self.finish()
-            words = "and not saved" if self._last_saved != step.number else f"saved at step {step.number}"
+            words = NOT_SAVED if self._last_saved != step.number else f"saved at step {step.number}"
             raise StoppedError(f"asked to stop, {words}", fix="run it again to go on")
         step.mark("data", step.number)
 
     def save(self, step: Step, evaluation: dict[str, float]) -> None:
-        """Begin to save this moment's state; raises a failure of the save before if told to, else says so."""
+        """Begin to save this moment's state; a failure, of this save or the last, is raised if told to, else said."""
         if step.number == self._last_saved:
             return
+        began = time.perf_counter()
+        previous = self._settle()
+        waited_s = time.perf_counter() - began
         facts = state_facts(self._job, self._plan, self._world, step) | {"metrics": evaluation}
         tensors = state_tensors(step)
         if self._job.state is not None:
@@ -110,9 +115,18 @@ class Saving:
             self._tell_failure(error)
             return
         self._last_saved = step.number
-        self._events.write("save", step=step.number, stall_s=stall.stall_s, bytes=stall.bytes_here)
-        if self._world.is_main and stall.previous is not None:
+        self._events.write("save", step=step.number, stall_s=waited_s + stall.stall_s, bytes=stall.bytes_here)
+        if self._world.is_main and previous is not None:
             CheckpointFolder(self.spec.folder).prune(self.spec.keep)
+
+    def _settle(self) -> SaveReport | None:
+        """Wait for the save under way: one that failed does not keep the next from its turn."""
+        try:
+            return self._saver.finish()
+        except CheckpointError as error:
+            self._last_saved = None
+            self._tell_failure(error)
+            return None
 
     def finish(self) -> None:
         """Wait until the last save is durable; called on every rank."""
