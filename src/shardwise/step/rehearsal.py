@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -146,8 +147,10 @@ def run_model(subject: Subject, samples: int) -> Pass:
     ledger, rules = Ledger(samples), subject.rules()
     model, job = subject.model, subject.job
     batch = subject.batch(samples)
-    if subject.gathered or subject.compute == "fp64":
-        batch = tree_map(lambda leaf: _to_dtype(leaf, DTYPES[subject.compute]), batch)
+    to_compute = partial(tree_map, lambda leaf: _to_dtype(leaf, DTYPES[subject.compute]))
+    if subject.compute == "fp64":
+        batch = to_compute(batch)
+    input_bytes = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
     calls: list[Call] = []
     uses: list[tuple[str, int]] = []
     handles = [parameter.register_post_accumulate_grad_hook(ledger.gradient_made) for parameter in model.parameters()]
@@ -161,6 +164,8 @@ def run_model(subject: Subject, samples: int) -> Pass:
     with _blocks_once(subject, calls, ledger), rules, ledger:
         subject.tag_weights(ledger)
         ledger.note()
+        if subject.gathered:
+            batch = to_compute(batch)  # as sharded models do with what they are given
         loss = job.loss.sum(job.forward(model, batch), batch)
         rules.forget_casts()
         ledger.turn_back()
@@ -173,7 +178,7 @@ def run_model(subject: Subject, samples: int) -> Pass:
         calls=calls,
         uses=uses,
         lowered={names[key] for key in rules.lowered if key in names},
-        input_bytes=sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)),
+        input_bytes=input_bytes,
     )
 
 

@@ -107,10 +107,12 @@ class Holdings:
         """Add up a number of the shares."""
         return add_up(self.shares, name)
 
-    def at_rest(self) -> dict[str, float]:
+    def at_rest(self, *, on_gpu: bool) -> dict[str, float]:
         """Return what is on the device all the time."""
         plan = self.plan
-        rest = {"input": self.amount(self.shape.input) * min(2, plan.accumulation)}
+        # The feed brings all micro-batches of a step to a GPU while the step before it trains.
+        batches = 2 * plan.accumulation if on_gpu else min(2, plan.accumulation)
+        rest = {"input": self.amount(self.shape.input) * batches}
         if plan.offload.parameters == "none":
             rest["parameters"] = self.held_bytes * self.total("owned" if self.sharded else "whole")
         if plan.offload.optimizer == "none":

@@ -108,7 +108,7 @@ def _rank_memory(own: Holdings, context: float) -> Memory:
 
 def _moments(own: Holdings, *, on_gpu: bool) -> list[tuple[str, dict[str, float]]]:
     """Return every moment that can be the highest: its phase, and what lives then by name."""
-    rest = own.at_rest()
+    rest = own.at_rest(on_gpu=on_gpu)
     found = [_update(own, rest)]
     for index, share in enumerate(own.shares):
         below = own.kept(index)
