@@ -44,6 +44,7 @@ bench: $(BENCH)  ## side-by-side runs against peers, each in its own environment
 	.venv-bench/bin/python benchmarks/checkpoint.py
 	.venv-bench/bin/python benchmarks/strategies_memory.py
 	.venv-bench/bin/python benchmarks/step.py
+	.venv-bench/bin/python benchmarks/deepspeed.py
 	.venv-bench/bin/python benchmarks/plan_memory.py
 	.venv-bench/bin/python benchmarks/plan_time.py
 	.venv-bench/bin/python benchmarks/plan_published.py

@@ -3,6 +3,10 @@
 import os
 
 import pytest
+import pytest_randomly
+
+# DeepSpeed registers a seeder here: every process of tests would import it, for 5 s, where few need it.
+pytest_randomly.entrypoint_reseeds = []
 
 
 @pytest.fixture(autouse=True)

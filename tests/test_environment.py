@@ -307,6 +307,10 @@ def test_a_launched_rank_shares_the_cores():
     assert launched({}, cores=None, local_world_size=1)["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
 
 
+def test_a_launched_rank_is_told_the_ranks_of_its_node_by_deepspeeds_name_too():
+    assert launched({"LOCAL_SIZE": "9"})["LOCAL_SIZE"] == "2"
+
+
 def test_a_launched_rank_talks_over_loopback_only_when_all_ranks_are_here():
     assert launched({})["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
     assert "GLOO_SOCKET_IFNAME" not in launched({}, world_size=4)

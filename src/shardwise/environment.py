@@ -117,6 +117,7 @@ def rank_environment(
         "WORLD_SIZE": world_size,
         "LOCAL_RANK": local_rank,
         "LOCAL_WORLD_SIZE": local_world_size,
+        "LOCAL_SIZE": local_world_size,  # DeepSpeed's name for it, which its CPU operators read
         "GROUP_RANK": (rank - local_rank) // local_world_size,
         "GROUP_WORLD_SIZE": world_size // local_world_size,
         "ROLE_RANK": rank,

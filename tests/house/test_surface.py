@@ -15,6 +15,7 @@ SURFACE = {
         "--batch-size",
         "--length",
         "--precision",
+        "--engine",
         "--lora",
         "--catalogue",
         "--calibrate",
@@ -22,6 +23,9 @@ SURFACE = {
         "--json",
         "--out",
         "--picture",
+        "--to-deepspeed",
+        "--from-deepspeed",
+        "--nproc",
     ],
     "verify": [
         "JOB",
@@ -114,7 +118,7 @@ SURFACE = {
     "checkpoint check": ["PATH"],
     "checkpoint diff": ["LEFT", "RIGHT"],
     "checkpoint prune": ["PATH", "--keep"],
-    "checkpoint convert": ["SOURCE", "TARGET", "--to", "--weights", "--step", "--config"],
+    "checkpoint convert": ["SOURCE", "TARGET", "--to", "--weights", "--step", "--config", "--zero", "--nproc"],
     "bench": [],
     "bench comm": [
         "COLLECTIVES",

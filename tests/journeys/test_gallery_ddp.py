@@ -243,5 +243,6 @@ def test_every_launcher_and_script_of_the_readmes_is_run_here():
         ("./launch_ddp.sh", "ddp_mnist.py"),
         ("./launch_multinode_ddp.sh",),
         ("python",),  # -c: what this machine has
+        ("deepspeed", "deepspeed_train.py"),  # test_gallery_deepspeed
         ("shardwise", "digits.py"),  # make demo, and the journeys of train
     }

@@ -177,3 +177,84 @@ def test_large_clusters_are_planned_in_seconds(model, cluster, bound_s):
         )
         seconds.append(time.perf_counter() - began)
     assert min(seconds) <= bound_s
+
+
+DEEPSPEED = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8},
+    "bf16": {"enabled": True},
+}
+
+
+def test_a_deepspeed_json_becomes_a_plan_and_a_json_again(tmp_path, capfd):
+    (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
+    read = ["plan", "--from-deepspeed", str(tmp_path / "ds.json"), "--nproc", "4"]
+    assert main([*read, "--out", str(tmp_path / "plan.toml")]) == 0
+    out, err = capfd.readouterr()
+    assert "shard4, zero 2" in out
+    assert "batch_size=16" in err
+    assert "optimizer=sw.adamw(lr=0.001)" in err
+    assert "clip_norm=0.5" in err
+    assert main(read) == 0
+    shown = capfd.readouterr().out
+    assert shown.strip() == (tmp_path / "plan.toml").read_text().strip()
+    assert main(["plan", str(tmp_path / "plan.toml"), "--to-deepspeed", str(tmp_path / "again.json")]) == 0
+    again = json.loads((tmp_path / "again.json").read_text())
+    assert again["zero_optimization"]["stage"] == 2
+    assert again["zero_optimization"]["reduce_bucket_size"] == 5e8
+    assert (again["train_batch_size"], again["gradient_accumulation_steps"]) == (16, 2)
+    assert main(["plan", "--from-deepspeed", str(tmp_path / "again.json"), "--out", str(tmp_path / "b.toml")]) == 0
+    assert read_plan(tmp_path / "b.toml") == read_plan(tmp_path / "plan.toml")
+
+
+def test_the_best_plan_that_deepspeed_has_words_for_is_written(tmp_path, capfd):
+    code = main(["plan", "llama-7b", "--cluster", "8xA100-40GB", "--to-deepspeed", str(tmp_path / "ds.json")])
+    assert code == 0
+    config = json.loads((tmp_path / "ds.json").read_text())
+    assert config["zero_optimization"]["stage"] == 3
+    assert config["bf16"] == {"enabled": True}
+    assert (
+        config["train_batch_size"]
+        == config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"] * 8
+    )
+    assert "gradient_clipping is 0.0" in capfd.readouterr().err
+
+
+WRONG_DEEPSPEED = {
+    "not there": (["--from-deepspeed", "none.json"], "none.json cannot be read"),
+    "no ranks": (["--from-deepspeed", "ds.json"], "ds.json does not tell how many ranks it is for: give --nproc"),
+    "a model too": (
+        ["gpt2", "--from-deepspeed", "ds.json"],
+        "--from-deepspeed searches nothing, and gpt2 is given too",
+    ),
+    "ranks of a search": (["gpt2", "--nproc", "2"], "--nproc is for --from-deepspeed"),
+    "a plan for nothing": (["plan.toml"], "plan.toml is a plan already"),
+    "another batch": (
+        ["--from-deepspeed", "ds.json", "--nproc", "2", "--batch-size", "8"],
+        "--batch-size 8, and ds.json has 16",
+    ),
+    "another precision": (
+        ["--from-deepspeed", "ds.json", "--nproc", "2", "--precision", "fp16"],
+        "--precision fp16, and ds.json computes in bf16",
+    ),
+    "pipeline": (["pp.toml", "--to-deepspeed", "out.json"], "plan pp2 cuts the model by pp, cp or tp"),
+    "nothing": (["--batch-size", "8"], "nothing to plan is named"),
+    "nowhere": (["plan.toml", "--to-deepspeed", "no/out.json"], "--to-deepspeed no/out.json is in a folder that"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), WRONG_DEEPSPEED.values(), ids=WRONG_DEEPSPEED)
+def test_wrong_use_of_deepspeed_json_is_one_sentence(tmp_path, monkeypatch, capfd, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
+    (tmp_path / "plan.toml").write_text("version = 1\n")
+    (tmp_path / "pp.toml").write_text('version = 1\nlayout = "pp2"\n')
+    assert main(["plan", *arguments]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith(f"shardwise: {words}")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out.json").exists()

@@ -23,6 +23,19 @@ def test_a_file_is_read_line_by_line(tmp_path):
     )
 
 
+def test_a_hostfile_of_deepspeed_is_read(tmp_path):
+    (tmp_path / "hostfile").write_text("worker-1 slots=4\n# down for repair\n#worker-2 slots=4\n\nworker-3   slots=4\n")
+    assert read_hosts(str(tmp_path / "hostfile")) == (
+        HostSpec(name="worker-1", slots=4),
+        HostSpec(name="worker-3", slots=4),
+    )
+
+
+def test_who_types_deepspeeds_option_for_a_hostfile_is_told_ours(capsys):
+    assert main(["launch", "--hostfile", "hostfile", "train.py"]) == 2
+    assert "--hosts" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [

@@ -1,6 +1,8 @@
 """Torch's flight recorder, as we read it: gloo's for real, NCCL's as torch writes it."""
 
 import pickle
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -59,6 +61,22 @@ def test_a_collective_of_c_that_hangs_is_copied_with_its_line(tmp_path):
     assert zero.pending.what.name == "all_reduce"
     assert (zero.enqueued, zero.completed) == (one.enqueued + 1, one.enqueued)
     assert one.pending is None
+
+
+def test_looking_at_what_is_stuck_imports_no_compiler(tmp_path):
+    script = f"""
+import sys, torch, torch.distributed as dist
+from shardwise.record.flight import FlightThread
+from shardwise.run.calls import CallRing
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.zeros(1))
+thread = FlightThread(CallRing(__import__("pathlib").Path({str(tmp_path / "a.calls")!r})), lambda _name: 0)
+thread._copy_stuck({{}})
+print("torch._inductor" in sys.modules)
+"""
+    assert (
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "False\n"
+    )
 
 
 @pytest.fixture

@@ -9,9 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.checkpoint import convert_dcp, convert_hf, convert_own, convert_torch
+from shardwise.checkpoint import (
+    convert_dcp,
+    convert_deepspeed,
+    convert_hf,
+    convert_own,
+    convert_torch,
+    deepspeed_ranks,
+    deepspeed_universal,
+)
 from shardwise.checkpoint.contents import BATCH_BYTES, bytes_of, find_ties
 from shardwise.checkpoint.dcp_metadata import METADATA
+from shardwise.checkpoint.deepspeed_files import is_deepspeed
 from shardwise.checkpoint.disk import sync_folder, write_synced
 from shardwise.checkpoint.errors import explained
 from shardwise.checkpoint.folder import find_checkpoints
@@ -62,6 +71,13 @@ KINDS = {
         convert_dcp.write,
         max_held_bytes=None,
     ),
+    "deepspeed": Kind(
+        "a DeepSpeed folder",
+        is_deepspeed,
+        convert_deepspeed.read,
+        deepspeed_universal.write,
+        max_held_bytes=BATCH_BYTES,
+    ),
     "hf": Kind(
         "a Hugging Face folder of safetensors",
         lambda path: path.suffix == ".safetensors" or any(path.glob("*.safetensors")),
@@ -72,7 +88,15 @@ KINDS = {
     ),
     "torch": Kind("a torch file", Path.is_file, convert_torch.read, convert_torch.write, max_held_bytes=None),
 }
-"""Tried in this order; another engine's folders are one more line."""
+"""Tried in this order."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """For how many ranks and at which stage the ZeRO files of a DeepSpeed folder are."""
+
+    stage: int
+    num_ranks: int
 
 
 @dataclass(frozen=True)
@@ -111,18 +135,21 @@ def convert(
     weights: bool = False,
     step: int | None = None,
     config: Path | None = None,
+    cut: Cut | None = None,
     announce: Callable[[int], None] = lambda _: None,
 ) -> ConvertReport:
     """Write the checkpoint at `source` as a new one of kind `to` at `target`, whole or not at all; one process.
 
     `weights` leaves out all but the model's tensors; `step` is the number of optimizer steps made, where the source
-    does not say; `config` is put beside the weights of a Hugging Face folder. `announce` hears the host peak in bytes
-    before anything is written.
+    does not say; `config` is put beside the weights of a Hugging Face folder; `cut` writes a DeepSpeed folder as files
+    of its ranks, and without it as a universal checkpoint. `announce` hears the host peak in bytes before anything is
+    written.
     """
     target = Path(target)
     if to not in KINDS:
         raise InputError(f"there is no kind {to!r} of checkpoint", fix=nearest(to, KINDS))
     _check_target(target, to, config)
+    kind = KINDS[to] if cut is None else _cut_kind(KINDS[to], to, cut)
     contents = open_contents(source)
     if not contents.forms:
         raise InputError(f"{source} holds no tensor of a model or optimizer", fix="name another checkpoint")
@@ -137,11 +164,14 @@ def convert(
         named = parse_name(target.name)
         if named is not None and named[0] != contents.step:
             raise InputError(f"target {target} is named for another step than {contents.step}", fix="give --step")
-    announce(KINDS[to].host_peak_bytes(contents))
-    left_out = [*contents.left_out, *_publish(contents, target, to, config)]
+    peak = (
+        deepspeed_ranks.host_peak_bytes(contents, cut.stage, cut.num_ranks) if cut else kind.host_peak_bytes(contents)
+    )
+    announce(peak)
+    left_out = [*contents.left_out, *_publish(contents, target, kind, config)]
     if to == "hf" and config is None:
         left_out.append("config.json: a checkpoint does not know it, give it with --config")
-    written = (contents.only_weights() if KINDS[to].holds_weights_only else contents).forms
+    written = (contents.only_weights() if kind.holds_weights_only else contents).forms
     return ConvertReport(
         source_kind=contents.kind,
         target_kind=to,
@@ -165,13 +195,24 @@ def _check_target(target: Path, to: str, config: Path | None) -> None:
         raise InputError(f"config {config} is not a file", fix="name the config.json of the model")
 
 
-def _publish(contents: Contents, target: Path, to: str, config: Path | None) -> list[str]:
+def _cut_kind(kind: Kind, to: str, cut: Cut) -> Kind:
+    """Return the kind that writes a DeepSpeed folder for `cut`."""
+    if to != "deepspeed":
+        raise InputError(f"a ZeRO stage and ranks are for a DeepSpeed folder, not for {to}", fix="leave them out")
+
+    def write(contents: Contents, path: Path) -> list[str]:
+        return deepspeed_ranks.write_ranks(contents, path, stage=cut.stage, num_ranks=cut.num_ranks)
+
+    return dataclasses.replace(kind, write=write)
+
+
+def _publish(contents: Contents, target: Path, kind: Kind, config: Path | None) -> list[str]:
     """Write under another name and rename: what is at `target` is whole."""
     workshop = target.with_name(f".converting-{target.name}-{secrets.token_hex(4)}")
     try:
         workshop.mkdir()
         draft = workshop / target.name
-        left_out = KINDS[to].write(contents, draft)
+        left_out = kind.write(contents, draft)
         if config is not None:
             write_synced(draft / "config.json", config.read_bytes())
             sync_folder(draft)

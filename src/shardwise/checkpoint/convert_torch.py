@@ -36,13 +36,18 @@ def read(path: Path) -> Contents:
     state = load_plain(path, str(path), mmap=zipfile.is_zipfile(path))
     if not isinstance(state, Mapping):
         raise InputError(f"{path} holds a {type(state).__name__}", fix="save a state dict, or a dict of them")
+    return sort_state("torch", state)
+
+
+def sort_state(kind: str, state: Mapping[str, Any]) -> Contents:
+    """Return the contents of a nested state whose tensors are at hand."""
     tensors: dict[Key, Tensor] = {}
     values: dict[Key, Any] = {}
     for key, value in _walk(state, ()):
         (tensors if isinstance(value, Tensor) else values)[key] = value
     forms = {key: form_of(".".join(map(str, key)), tensor) for key, tensor in tensors.items()}
     found = sort_out(forms, values, values.__getitem__, same=_shared(tensors))
-    return gather("torch", found, forms, lambda key: tensors[key].detach())
+    return gather(kind, found, forms, lambda key: tensors[key].detach())
 
 
 def write(contents: Contents, path: Path) -> list[str]:

@@ -10,7 +10,7 @@ from shardwise.run.console import complain, say
 from shardwise.run.exitcodes import CHECK_FAILED, DONE
 from shardwise.run.keep import GRAMMAR, parse_keep
 
-KINDS = ("torch", "dcp", "hf", "shardwise")
+KINDS = ("torch", "dcp", "hf", "deepspeed", "shardwise")
 """The kinds that `convert` writes; here as words, so that torch is not imported to show them."""
 _PATH = click.Path(path_type=Path)
 
@@ -108,13 +108,30 @@ def prune(path: Path, *, rules: str) -> int:
 @click.option("--weights", is_flag=True, help="Only the model's weights, as a plain state dict where TARGET is torch.")
 @click.option("--step", type=click.IntRange(min=0), help="Optimizer steps made, where SOURCE does not say.")
 @click.option("--config", type=_PATH, help="config.json to put beside the weights of a Hugging Face folder.")
-def convert(source: Path, target: Path, *, kind: str, weights: bool, step: int | None, config: Path | None) -> int:
+@click.option("--zero", "stage", type=click.IntRange(1, 3), help="DeepSpeed: ZeRO files of this stage, for --nproc.")
+@click.option("--nproc", type=click.IntRange(min=1), help="DeepSpeed: ranks that load them; without, a universal one.")
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    kind: str,
+    weights: bool,
+    step: int | None,
+    config: Path | None,
+    stage: int | None,
+    nproc: int | None,
+) -> int:
     """Write SOURCE, whose kind is recognised, as a new checkpoint TARGET; says what TARGET cannot hold."""
+    from shardwise.checkpoint.convert import Cut
     from shardwise.checkpoint.convert import convert as write
     from shardwise.cli.checkpoint_view import in_units, show_conversion
+    from shardwise.errors import InputError
 
     def announce(peak_bytes: int) -> None:
         complain(f"host peak: {in_units(peak_bytes)} of tensors at a time")
 
-    show_conversion(write(source, target, kind, weights=weights, step=step, config=config, announce=announce))
+    if (stage is None) != (nproc is None):
+        raise InputError("--zero and --nproc go together", fix="give both, or neither for a universal checkpoint")
+    cut = None if stage is None or nproc is None else Cut(stage, nproc)
+    show_conversion(write(source, target, kind, weights=weights, step=step, config=config, cut=cut, announce=announce))
     return DONE

@@ -13,8 +13,10 @@ from shardwise.run.exitcodes import CHECK_FAILED, DONE
 
 if TYPE_CHECKING:
     from shardwise.hardware.machine import Cluster
+    from shardwise.plan.choose.deepspeed import Form
     from shardwise.plan.choose.search import Answer, Question
     from shardwise.plan.choose.subject import Subject
+    from shardwise.plan.plan import Plan
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -22,7 +24,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.command(
     "plan", context_settings={"token_normalize_func": lambda token: token.replace("_", "-")}, no_args_is_help=True
 )
-@click.argument("model", metavar="MODEL|JOB.py[:NAME]")
+@click.argument("model", metavar="MODEL|JOB.py[:NAME]|PLAN.toml", required=False)
 @click.option(
     "--cluster",
     default="this",
@@ -32,6 +34,13 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--batch-size", type=click.IntRange(min=1), help="Samples per step over all devices.")
 @click.option("--length", type=click.IntRange(min=1), help="Tokens per sample of a published model.")
 @click.option("--precision", type=click.Choice(["bf16", "fp16", "fp32", "fp64"]), help="Compute in this.")
+@click.option(
+    "--engine",
+    type=click.Choice(["torch", "deepspeed"]),
+    default="torch",
+    show_default=True,
+    help="deepspeed: beside the plans of torch, which of its stages and offloads to take.",
+)
 @click.option("--lora", type=click.IntRange(min=1), metavar="RANK", help="Fine-tune a published model by adapters.")
 @click.option("--catalogue", type=_FILE, help="Devices, links and nodes of your own, in TOML.")
 @click.option("--calibrate", is_flag=True, help="First measure this machine, in under a minute.")
@@ -39,13 +48,17 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--json", "as_json", is_flag=True, help="Write the answer as JSON to standard output.")
 @click.option("--out", type=_FILE, help="Write the best plan here, for train --plan FILE.")
 @click.option("--picture", type=_FILE, help="Draw memory and timeline here, as SVG.")
+@click.option("--to-deepspeed", "to_json", type=_FILE, help="Write the plan here as JSON for deepspeed.initialize.")
+@click.option("--from-deepspeed", "from_json", type=_FILE, help="Read this DeepSpeed JSON into a plan, for --out.")
+@click.option("--nproc", type=click.IntRange(min=1), help="Ranks, where a DeepSpeed JSON does not tell.")
 def command(
     *,
-    model: str,
+    model: str | None,
     cluster: str,
     batch_size: int | None,
     length: int | None,
     precision: str | None,
+    engine: str,
     lora: int | None,
     catalogue: Path | None,
     calibrate: bool,
@@ -53,36 +66,117 @@ def command(
     as_json: bool,
     out: Path | None,
     picture: Path | None,
+    to_json: Path | None,
+    from_json: Path | None,
+    nproc: int | None,
 ) -> int:
     """Choose a plan for a published MODEL, or for the Job in JOB.py, on a cluster."""
     from shardwise.hardware.cluster import parse_cluster
     from shardwise.plan.choose.search import search
 
-    _check_folders({"--out": out, "--picture": picture})
+    _check_folders({"--out": out, "--picture": picture, "--to-deepspeed": to_json})
+    if _translated(model, out, to_json, from_json, nproc=nproc, batch_size=batch_size, precision=precision):
+        return DONE
+    model = _required(model)
     if calibrate:
         _calibrate()
     where = parse_cluster(cluster, catalogue)
     subject = _subject(model, where, batch_size=batch_size, length=length, precision=precision, lora=lora)
     question = _question(subject, where)
     answer = search(question)
+    forms = _forms(question) if engine == "deepspeed" else ()
+    _present(answer, forms, subject, every=every, as_json=as_json)
+    if picture is not None:
+        _draw(answer, picture)
+    best = _best(answer, forms)
+    if best is None:
+        _explain_nothing(question, fixed=batch_size is not None or ".py" in model)
+        return CHECK_FAILED
+    if out is not None:
+        _write(best, answer, subject, out)
+    if to_json is not None:
+        from shardwise.cli.plan_deepspeed import best_for_deepspeed, write_deepspeed
+
+        plan = best if engine == "deepspeed" else best_for_deepspeed(answer)
+        write_deepspeed(plan, to_json, clip_norm=_clip_norm(model), has_job=".py" in model)
+    return DONE
+
+
+def _forms(question: Question) -> tuple[Form, ...]:
+    from shardwise.plan.choose.deepspeed import deepspeed_forms
+
+    return deepspeed_forms(question)
+
+
+def _present(answer: Answer, forms: tuple[Form, ...], subject: Subject, *, every: bool, as_json: bool) -> None:
+    """Show what was found, on the terminal or as JSON."""
     if as_json:
         import msgspec
 
         from shardwise.plan.choose.report import answer_data
 
-        say(msgspec.json.format(msgspec.json.encode(answer_data(answer, every=every)), indent=1).decode())
+        data = answer_data(answer, forms, every=every)
+        say(msgspec.json.format(msgspec.json.encode(data), indent=1).decode())
     else:
         from shardwise.cli.plan_view import show_answer
 
-        show_answer(answer, subject, every=every)
-    if picture is not None:
-        _draw(answer, picture)
-    if answer.best is None:
-        _explain_nothing(question, fixed=batch_size is not None or ".py" in model)
-        return CHECK_FAILED
-    if out is not None:
-        _write(answer, subject, out)
-    return DONE
+        show_answer(answer, forms, subject, every=every)
+
+
+def _best(answer: Answer, forms: tuple[Form, ...]) -> Plan | None:
+    """Return the plan to take with the engine that was asked for; None where none fits."""
+    from shardwise.plan.choose.deepspeed import choose_form
+
+    if not forms:
+        return answer.best.plan if answer.best else None
+    chosen = choose_form(forms)
+    return chosen.best.plan if chosen and chosen.best else None
+
+
+def _translated(
+    model: str | None,
+    out: Path | None,
+    to_json: Path | None,
+    from_json: Path | None,
+    *,
+    nproc: int | None,
+    batch_size: int | None,
+    precision: str | None,
+) -> bool:
+    """Whether it was a plan file or a DeepSpeed JSON to be written as the other, with nothing to search."""
+    from shardwise.cli.plan_deepspeed import read_deepspeed, write_deepspeed
+    from shardwise.errors import InputError
+    from shardwise.plan.toml import read_plan
+
+    if from_json is None and nproc is not None:
+        raise InputError("--nproc is for --from-deepspeed", fix="give --cluster")
+    if from_json is not None:
+        if model is not None or to_json is not None:
+            other = model or f"--to-deepspeed {to_json}"
+            raise InputError(f"--from-deepspeed searches nothing, and {other} is given too", fix="leave one out")
+        read_deepspeed(from_json, out, num_ranks=nproc, batch_size=batch_size, precision=precision)  # type: ignore[arg-type]  # one of the choices above
+        return True
+    if model is None or not model.endswith(".toml"):
+        return False
+    if to_json is None:
+        raise InputError(f"{model} is a plan already", fix="give --to-deepspeed, or name a model or a job")
+    write_deepspeed(read_plan(Path(model)), to_json, clip_norm=None, has_job=False)
+    return True
+
+
+def _required(model: str | None) -> str:
+    from shardwise.errors import InputError
+
+    if model is None:
+        raise InputError("nothing to plan is named", fix="name a published model, a job, or --from-deepspeed FILE")
+    return model
+
+
+def _clip_norm(model: str) -> float | None:
+    """Return what the job clips to; a published model has no job."""
+    from shardwise.job import load_job, refer
+
+    return load_job(refer(model, {})).clip_norm if ".py" in model else None
 
 
 def _check_folders(files: dict[str, Path | None]) -> None:
@@ -180,11 +274,9 @@ def _explain_nothing(question: Question, *, fixed: bool) -> None:
     complain(f"shardwise: {fact}: use --cluster {wider.num_devices}x{wider.device.name}, where {family} fits")
 
 
-def _write(answer: Answer, subject: Subject, path: Path) -> None:
+def _write(plan: Plan, answer: Answer, subject: Subject, path: Path) -> None:
     from shardwise.plan.toml import plan_to_toml
 
-    if answer.best is None:
-        return
     source = f"shardwise plan {answer.question.model.plain.name} on {answer.question.cluster.describe()}"
     sources = {"layout": source, "precision": subject.precision_source}
-    path.write_text(plan_to_toml(dataclasses.replace(answer.best.plan, sources=sources)))
+    path.write_text(plan_to_toml(dataclasses.replace(plan, sources=sources)))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from shardwise.plan.choose.deepspeed import beside_native, choose_form, form_reason
 from shardwise.plan.choose.explain import (
     compile_gain,
     decision_path,
@@ -22,8 +23,9 @@ from shardwise.plan.choose.search import Candidate
 from shardwise.run.console import say
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
+    from shardwise.plan.choose.deepspeed import Form
     from shardwise.plan.choose.search import Answer
     from shardwise.plan.choose.subject import Subject
     from shardwise.plan.cost.memory import Memory
@@ -31,8 +33,11 @@ if TYPE_CHECKING:
     from shardwise.plan.plan import Plan
 
 
-def show_answer(answer: Answer, subject: Subject, *, every: bool) -> None:
-    """Show the best of each family (or every plan), then what the chosen one costs and why it was chosen."""
+def show_answer(answer: Answer, forms: Sequence[Form], subject: Subject, *, every: bool) -> None:
+    """Show the best of each family (or every plan), then what the chosen one costs and why it was chosen.
+
+    `forms` are DeepSpeed's, where that engine was asked for.
+    """
     question = answer.question
     shape = question.model.plain
     length = f", {shape.tokens_per_sample} tokens each" if shape.tokens_per_sample else ""
@@ -41,17 +46,25 @@ def show_answer(answer: Answer, subject: Subject, *, every: bool) -> None:
     say(f"batch     {question.batch_size} samples ({subject.batch_source}){length}")
     say(f"precision {subject.precision} ({subject.precision_source})")
     say("")
-    _show(_every(answer) if every else _families(answer))
+    _show(_every(answer) if every else _families(answer, forms))
     say("")
     for fork in decision_path(answer):
         say(f"{fork.question} {fork.answer}: {fork.because}")
     if answer.best is not None:
         say("")
         _show_best(answer, answer.best)
+    chosen = choose_form(forms)
+    if chosen is not None and chosen.best is not None:
+        say("")
+        say(f"{chosen.name}: {beside_native(chosen, answer)}")
+        say(f"          {_parts(chosen.best.memory.at_peak, in_gb)}")
+        say(f"          {_parts(chosen.best.time.parts, in_seconds)}")
+        if chosen.best.memory.host:
+            say(f"          {in_gb(chosen.best.memory.host)} on the host for each device")
 
 
-def _families(answer: Answer) -> Table:
-    """Return a table with a row for each family."""
+def _families(answer: Answer, forms: Sequence[Form]) -> Table:
+    """Return a table with a row for each family, and for each of DeepSpeed's forms."""
     table = _table("family", "layout", "micro-batch", "recompute", "memory", "step", _rate(answer), "MFU", "why")
     for family in FAMILIES:
         entry = answer.families[family]
@@ -62,6 +75,15 @@ def _families(answer: Answer) -> Table:
         else:
             memory = in_gb(entry.memory.total) if entry.memory else ""
             table.add_row(family, "", "", "", memory, "", "", "", words, style="dim")
+    chosen = choose_form(forms)
+    for form in forms:
+        words = form_reason(form, chosen)
+        if form.best is not None:
+            style = "bold" if form is chosen else ""
+            table.add_row(form.name, *_cells(form.best.plan, form.best.memory, form.best.time), words, style=style)
+        else:
+            memory = in_gb(form.memory.total) if form.memory else ""
+            table.add_row(form.name, "", "", "", memory, "", "", "", words, style="dim")
     return table
 
 

@@ -193,9 +193,11 @@ def _settle(job: Job, spec: str, nproc: int, device: Device, overrides: dict[str
 
 def _check(job: Job, plan: Plan) -> None:
     """Refuse what cannot work before anything starts; only plans that cut the model need to look at it, and torch."""
+    from shardwise.engines.available import require_engine
     from shardwise.parallel.support import require_supported
 
     require_supported(plan)
+    require_engine(plan)
     if plan.layout.tp > 1 or plan.layout.pp > 1:
         from shardwise.train.preflight import check_model
 

@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 )
 @click.option("--resume", is_flag=True, help="Kill each plan, resume it on other ranks, and compare with no kill.")
 @click.option("--shrink", is_flag=True, help="Make the model small in width and depth, never in structure.")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a field of the job.")
+@click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a field of the job or of every plan."
+)
 @click.option("--json", "as_json", is_flag=True, help="Write the report as JSON to standard output.")
 @click.option("--markdown", type=click.Path(path_type=Path, dir_okay=False), help="Write the table to this file.")
 def command(
@@ -56,12 +58,10 @@ def command(
 
     With --resume: kill it, resume it on other ranks, and compare samples, losses and weights with a run nobody stopped.
     """
+    from shardwise.cli.train import split_settings
     from shardwise.environment import identify
     from shardwise.errors import InputError
-    from shardwise.job import refer
-    from shardwise.job.overrides import parse_overrides
     from shardwise.verify import verify
-    from shardwise.verify.plans import parse_plans
     from shardwise.verify.report import markdown_table
 
     me = identify()
@@ -69,9 +69,10 @@ def command(
         raise InputError(f"verify starts its own ranks, and {me.source} has started this one", fix="run it by itself")
     if markdown is not None and not markdown.parent.is_dir():
         raise InputError(f"--markdown {markdown} is in a folder that is not there", fix="make the folder first")
+    reference, of_plans = split_settings(job, settings)
     report = verify(
-        refer(job, parse_overrides(settings)),
-        None if plans == "all" else parse_plans(plans),
+        reference,
+        _named(plans, of_plans),
         nproc=nproc,
         steps=steps or (6 if resume else 3),
         precision=precision,  # type: ignore[arg-type]  # one of the two choices above
@@ -86,6 +87,19 @@ def command(
     else:
         _show(report)
     return report.exit_code
+
+
+def _named(plans: str, settings: dict[str, str]) -> list[str] | None:
+    """Return the plans that were typed, each with the settings for all of them; None for all there are."""
+    from shardwise.errors import InputError
+    from shardwise.verify.plans import parse_plans
+
+    if plans != "all":
+        return ["+".join([name, *(f"{key}={value}" for key, value in settings.items())]) for name in parse_plans(plans)]
+    if settings:
+        key = next(iter(settings))
+        raise InputError(f"--set {key} is a field of plans, and --plans all brings its own", fix="name the plans")
+    return None
 
 
 def _tell(verdict: PlanVerdict) -> None:

@@ -34,6 +34,15 @@ class Optimized:
     """Its parameters under their names in the model: the model's own, or this rank's rows of them."""
     refresh: Callable[[], None] = lambda: None
     """Take over the model's values, after something else has written them."""
+    groups: tuple[tuple[str, ...], ...] = ()
+    """Names of the parameters in each group, where its members are no longer those of `named`."""
+
+    def group_names(self) -> list[list[str]]:
+        """Return the names of the parameters in each of the optimizer's groups."""
+        if self.groups:
+            return [list(group) for group in self.groups]
+        names = {id(parameter): name for name, parameter in self.named}
+        return [[names[id(parameter)] for parameter in group["params"]] for group in self.optimizer.param_groups]
 
 
 def make_optimizer(
@@ -75,14 +84,14 @@ class _Piece:
         owned = local(mine).cpu().clone() if on_host else local(mine)
         wrapped: Tensor = owned
         if mesh is not None:
-            home = mesh if not on_host else _host_mesh(mesh)
+            home = mesh if not on_host else host_mesh(mesh)
             wrapped = DTensor.from_local(
                 owned, home, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
             )
         elif isinstance(mine, DTensor):
             wrapped = DTensor.from_local(
                 owned,
-                _host_mesh(mine.device_mesh) if on_host else mine.device_mesh,
+                host_mesh(mine.device_mesh) if on_host else mine.device_mesh,
                 mine.placements,
                 run_check=False,
                 shape=mine.shape,
@@ -174,8 +183,8 @@ def _gather_rows(pieces: Sequence[_Piece], group: dist.ProcessGroup) -> None:
         whole.copy_(column.reshape(-1)[: whole.numel()].view_as(whole))
 
 
-def _host_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The same ranks with tensors on the CPU; makes no groups, since nothing is ever sent over it."""
+def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the same ranks with tensors on the CPU; makes no groups, since nothing is ever sent over it."""
     from torch.distributed.device_mesh import DeviceMesh as Mesh
 
     if mesh.device_type == "cpu":

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import PlanError
 from shardwise.parallel.stage_plan import check_pipeline
+from shardwise.parallel.support_deepspeed import check_deepspeed
 
 if TYPE_CHECKING:
     from shardwise.plan import Plan
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 
 def require_supported(plan: Plan) -> None:
     """Refuse a plan that would train wrongly or not at all, naming the rule it breaks and the way out."""
+    if plan.engine == "deepspeed":
+        check_deepspeed(plan)
+        return
     _check_unbuilt(plan)
     _check_precision(plan)
     _check_sharding(plan)
@@ -28,7 +32,9 @@ def _check_unbuilt(plan: Plan) -> None:
         if getattr(plan, name) != getattr(default, name):
             raise PlanError(f"plan {name} = {getattr(plan, name)!r} is not built yet", fix="leave it at its default")
     if "nvme" in (plan.offload.parameters, plan.offload.optimizer):
-        raise PlanError("plan offloads to nvme, which is not built yet", fix='use "cpu"')
+        raise PlanError(
+            "plan offloads to nvme, which engine torch does not", fix='use "cpu", or --set engine=deepspeed'
+        )
 
 
 def _check_precision(plan: Plan) -> None:

@@ -44,6 +44,8 @@ class Offload:
 
     parameters: Place = "none"
     optimizer: Place = "none"
+    folder: str = ""
+    """Where on the disk what waits on nvme is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,7 +109,7 @@ class FlightThread:
 
     def _copy_stuck(self, stuck: dict[str, tuple[int, int]]) -> None:
         """Write down the oldest collective of each group that is not done."""
-        entries = _dump(stacks=True)
+        entries = _dump(stacks=_may_ask_for_stacks())
         for number, now in stuck.items():
             mine = [entry for entry in entries if str(entry["pg_id"]) == number and not entry["retired"]]
             oldest = min(mine, key=lambda entry: entry["collective_seq_id"], default=None)
@@ -160,6 +160,16 @@ def _dump(*, stacks: bool) -> list[dict[str, Any]]:
     """Return all entries, oldest first; `pg_id` is numbered as in `_status`."""
     found = _read(entries=True, stacks=stacks)
     return [{**entry, "pg_id": f"{kind}{entry['pg_id']}"} for kind, read in found.items() for entry in read["entries"]]
+
+
+def _may_ask_for_stacks() -> bool:
+    """Whether torch can name lines without importing its compiler, which it looks for in compiled code.
+
+    An import here breaks the same import under way in the script's own thread. Who makes an optimizer has it.
+    """
+    import torch
+
+    return "_inductor" in vars(torch)
 
 
 def _read(*, entries: bool, stacks: bool) -> dict[str, dict[str, Any]]:

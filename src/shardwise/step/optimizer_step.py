@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardwise.parallel.batch_norm import batch_norms
+from shardwise.step.held import held_by, make_states
 from shardwise.step.step import StepReport
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor, nn
 
     from shardwise.data.feed import StepBatch
     from shardwise.job import Job
+    from shardwise.step.held import Forms, Held
     from shardwise.step.step import StepParts
 
 
@@ -36,6 +40,28 @@ class OptimizerStep:
         self._before_update = parts.before_update
         self._batch_norms = batch_norms(model)
         self._parameters = list(model.parameters())
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the parameters that this rank has a part in, a cut one as a whole."""
+        return sum(parameter.numel() for _, parameter in self.named_parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield what this rank holds of the model, under the names of the user's own module."""
+        raise NotImplementedError
+
+    def held(self) -> Held:
+        """Return the values and optimizer states of this rank; no communication."""
+        return held_by(self.named_parameters(), self.optimized)
+
+    def room(self, saved: Forms) -> Held:
+        """Return tensors to be filled, with the optimizer states in `saved`: those that are trained."""
+        make_states(self.optimized, saved)
+        return self.held()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of a step while they are summed and not yet used; no communication."""
+        return {name: each.grad for name, each in self.named_parameters() if each.grad is not None}
 
     def _begin(self) -> None:
         """Set the learning rates of this step."""

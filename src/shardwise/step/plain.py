@@ -26,6 +26,8 @@ class PlainStep(OptimizerStep):
 
     def __init__(self, job: Job, model: nn.Module, parts: StepParts) -> None:
         super().__init__(job, model, parts)
+        self._trained = model
+        """What forward calls in training."""
         self._loss = job.loss
         self._forward = job.forward
         self._weight = 0.0
@@ -66,7 +68,7 @@ class PlainStep(OptimizerStep):
         for norm in self._batch_norms:
             norm.rows = None if rows == filled else (rows, filled)
         with self._autocast():
-            output = self._forward(self.model, batch)
+            output = self._forward(self._trained, batch)
             if rows < filled and self._loss.by_row:
                 output, batch = cut_output(output, rows, filled), cut_rows(batch, rows, filled)
             loss: Tensor = self._loss.sum(output, batch)
@@ -74,11 +76,15 @@ class PlainStep(OptimizerStep):
         del output  # backward does not need it, and the logits of a large vocabulary are gigabytes
         if not rows:
             loss = loss * 0  # a spare row took part so that this rank issues its collectives; it counts for nothing
+        self._pass_back(loss, weight)
+        return loss.detach()
+
+    def _pass_back(self, loss: Tensor, weight: float) -> None:
+        """Back-propagate a loss sum with its weight."""
         if weight != self._weight:
             self._weight, self._gradient = weight, torch.full_like(loss, weight)
         # The weight goes in as the gradient of the loss: 20 us a step less than a product, forward and backward.
         self.update.scale(loss).backward(self._gradient)
-        return loss.detach()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield what this rank holds of the model, under the names of the user's own module."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shardwise.job import Metric
     from shardwise.parallel.gradsync import GradSync
     from shardwise.parallel.optimizer import Optimized
+    from shardwise.step.held import Forms, Held
     from shardwise.step.length import Length
     from shardwise.step.update import Update
 
@@ -70,25 +71,31 @@ class Autocast:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepParts:
-    """What a step of any kind is made from."""
+class Surroundings:
+    """What a step is told of besides its model."""
 
-    optimized: Optimized
     feed: Feed
-    sync: GradSync
-    update: Update
-    autocast: Autocast
     length: Length
     first_step: int = 0
     """Steps done before this training began: those of the one it resumes."""
-    origin: str = ""
-    """Where the first weights came from, in words."""
-    after_first_backward: Callable[[], None] | None = None
-    """Looks at the first gradients before they are summed."""
     before_update: Callable[[], None] | None = None
     """Looks at the gradients of every step when they are summed, before they are clipped."""
     mark: Mark = nobody
     """Is told when a phase of a step begins."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepParts(Surroundings):
+    """What a step of any kind is made from."""
+
+    optimized: Optimized
+    sync: GradSync
+    update: Update
+    autocast: Autocast
+    origin: str = ""
+    """Where the first weights came from, in words."""
+    after_first_backward: Callable[[], None] | None = None
+    """Looks at the first gradients before they are summed."""
 
 
 class Step(Protocol):
@@ -113,8 +120,21 @@ class Step(Protocol):
     def __call__(self, batch: StepBatch) -> StepReport:
         """Train on one global batch; called on every rank."""
 
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the parameters that this rank has a part in, a cut one as a whole."""
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield what this rank holds of the model, under the names of the user's own module."""
+
+    def held(self) -> Held:
+        """Return the values and optimizer states of this rank; may communicate, on every rank."""
+
+    def room(self, saved: Forms) -> Held:
+        """Return tensors to be filled, with the optimizer states in `saved`; `optimized.refresh` takes them over."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of a step while they are summed and not yet used; may communicate, on every rank."""
 
     def measure(self, micro_batch: MicroBatch, measures: Mapping[str, Metric]) -> dict[str, float]:
         """Return sum (name) and count (name/count) of each measure over real rows, {} where others know them."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.data.feed import Feed
+from shardwise.engines.deepspeed.build import build_deepspeed_step
 from shardwise.errors import JobError, PlanError
 from shardwise.parallel.apply import apply_plan, gradient_sync, stages_of
 from shardwise.parallel.batch_norm import foreign_batch_norms
@@ -27,7 +28,7 @@ from shardwise.parallel.weights import share_values
 from shardwise.step.marks import nvtx_ranges, tell
 from shardwise.step.pipeline import PipelineStep
 from shardwise.step.plain import PlainStep
-from shardwise.step.step import Autocast, StepParts
+from shardwise.step.step import Autocast, StepParts, Surroundings
 from shardwise.step.update import choose_update
 from shardwise.train.reading import Reading, make_loader
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from shardwise.parallel.blueprint import Blueprint
     from shardwise.parallel.stage_plan import StageCut
     from shardwise.plan import Plan
+    from shardwise.step.length import Length
     from shardwise.step.marks import Mark
     from shardwise.step.step import Step
     from shardwise.step.update import Update
@@ -66,13 +68,23 @@ def build_step(
     check_fit(job, plan, world)
     place = find_place(plan.layout, world)
     blueprint = draw_up(job, plan, world)
-    cut, model = _lay_out(job, blueprint, plan, place)
-    reader = plan.layout.data_index(world.rank)
-    torch.manual_seed(job.seed + 1 + reader)  # readers draw different dropout masks, whatever the model's init drew
     # On the host and by itself: its collectives run a step ahead of, and so beside, those of the model.
     feed_group = world.axis_group(plan.layout, ("replicate", "shard"), on_host=True)
-    where = Reading(reader=reader, group=feed_group, first_step=first_step, on_gpu=world.device.type == "cuda")
-    loader, length = make_loader(job, plan, where)
+    feed, length = _make_feed(job, plan, world, feed_group, first_step, fill=not foreign_batch_norms(blueprint.module))
+    around = Surroundings(
+        feed=feed,
+        length=length,
+        first_step=first_step,
+        before_update=before_update,
+        mark=tell(mark, nvtx_ranges()),
+    )
+    seed = job.seed + 1 + plan.layout.data_index(world.rank)
+    if plan.engine == "deepspeed":
+        step = build_deepspeed_step(job, plan, place, blueprint, around, local_rank=world.local_rank)
+        torch.manual_seed(seed)
+        return step
+    cut, model = _lay_out(job, blueprint, plan, place)
+    torch.manual_seed(seed)  # readers draw different dropout masks, whatever the model's init drew
     named = [item for part in stages_of(model) for item in part.named_parameters()]
     trainable = _trainable(named)
     sync = gradient_sync(model, plan, place)
@@ -83,28 +95,35 @@ def build_step(
             shard_mesh=place.axis("shard") if plan.zero == 1 else None,
             on_host=plan.offload.optimizer == "cpu" and plan.offload.parameters == "none",
         ),
-        feed=Feed(
-            loader,
-            job.loss,
-            micro_batch=plan.micro_batch,
-            device=world.device,
-            fill=not foreign_batch_norms(model),
-            float_dtype=torch.float64 if plan.precision.compute == "fp64" else None,
-            group=feed_group,
-        ),
         sync=sync,
         update=_make_update(job, plan, world, [parameter for _, parameter in trainable], sync.gain),
         autocast=Autocast(device_type=world.device.type, dtype=LOWER.get(plan.precision.compute)),
-        length=length,
-        first_step=first_step,
         origin=blueprint.weights.words if blueprint.weights is not None else "",
         after_first_backward=_first_check(named, plan, feed_group, note),
-        before_update=before_update,
-        mark=tell(mark, nvtx_ranges()),
+        **vars(around),
     )
     if cut is None:
         return PlainStep(job, model, parts)
     return PipelineStep(job, stages_of(model), parts, cut=cut, plan=plan, place=place)  # type: ignore[arg-type]
+
+
+def _make_feed(
+    job: Job, plan: Plan, world: World, group: dist.ProcessGroup | None, first_step: int, *, fill: bool
+) -> tuple[Feed, Length]:
+    """Return what reads this rank's samples, and how long to train; `group` joins the readers."""
+    reader = plan.layout.data_index(world.rank)
+    where = Reading(reader=reader, group=group, first_step=first_step, on_gpu=world.device.type == "cuda")
+    loader, length = make_loader(job, plan, where)
+    feed = Feed(
+        loader,
+        job.loss,
+        micro_batch=plan.micro_batch,
+        device=world.device,
+        fill=fill,
+        float_dtype=torch.float64 if plan.precision.compute == "fp64" else None,
+        group=group,
+    )
+    return feed, length
 
 
 def _trainable(named: list[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:

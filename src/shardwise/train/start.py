@@ -54,7 +54,7 @@ def start_report(job: Job, plan: Plan, world: World, step: Step) -> dict[str, An
 def _options(plan: Plan, num_parameters: int) -> Iterator[list[str]]:
     """Yield a line for each option that is not at its default, and the trade of gradient sync where there is one."""
     default = type(plan)()
-    for name in ("recompute", "compile", "sequence_parallel", "offload", "pipeline"):
+    for name in ("engine", "recompute", "compile", "sequence_parallel", "offload", "pipeline"):
         value = getattr(plan, name)
         if value != getattr(default, name) or (name == "pipeline" and plan.layout.pp > 1):
             yield [name.replace("_", " "), _shown(value), plan.source(name)]
@@ -85,7 +85,7 @@ def _shown(value: object) -> str:
 
 def _count_parameters(step: Step, plan: Plan, world: World) -> int:
     """Count the whole model's parameters, on all stages; communicates over the world."""
-    mine = sum(parameter.numel() for _, parameter in step.named_parameters())  # a cut one has its whole shape
+    mine = step.num_parameters
     if plan.layout.pp == 1:
         return mine
     return round(world.sum({"parameters": mine})["parameters"] * plan.layout.pp / world.size)

@@ -16,10 +16,9 @@ from shardwise.parallel.apply import stages_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import nn
-
     from shardwise.job import Job
     from shardwise.plan import Plan
+    from shardwise.step.held import Forms, Held
     from shardwise.step.step import Step
     from shardwise.world import World
 
@@ -27,32 +26,27 @@ UPDATE = "update/"
 
 
 def state_tensors(step: Step) -> dict[str, Tensor]:
-    """Return this rank's tensors of a training by name: whole ones, and pieces as DTensors; no copies.
+    """Return this rank's tensors of a training by name: whole ones, and pieces as DTensors; on every rank.
 
     model/NAME, optimizer/PARAMETER/KEY and update/KEY, under the names of the user's own module.
     """
-    tensors = {f"{MODEL}{name}": parameter.detach() for name, parameter in step.named_parameters()}
-    tensors |= {f"{MODEL}{name}": buffer for name, buffer in _persistent_buffers(step)}
-    for name, parameter in step.optimized.named:
-        for key, value in step.optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                tensors[f"{OPTIMIZER}{name}/{key}"] = value
-    return tensors | {f"{UPDATE}{key}": value for key, value in step.update.state().items()}
+    return _named(step, step.held())
 
 
-def make_room(step: Step, saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
+def make_room(step: Step, saved: Forms) -> dict[str, Tensor]:
     """Return the tensors that a checkpoint is to fill, with optimizer states made as it has them.
 
-    `saved` gives shape and dtype of every tensor in it. A state shaped like its parameter is cut as that is; any other
-    (a step count) is whole on every rank.
+    `saved` gives shape and dtype of every tensor in it.
     """
-    for name, parameter in step.optimized.named:
-        prefix = f"{OPTIMIZER}{name}/"
-        state = step.optimizer.state[parameter]
-        for full, (shape, dtype) in saved.items():
-            if full.startswith(prefix):
-                state[full.removeprefix(prefix)] = _like(parameter, shape, dtype, step.optimizer)
-    return state_tensors(step)
+    states = {name.removeprefix(OPTIMIZER): form for name, form in saved.items() if name.startswith(OPTIMIZER)}
+    return _named(step, step.room(states))
+
+
+def _named(step: Step, held: Held) -> dict[str, Tensor]:
+    tensors = {f"{MODEL}{name}": value for name, value in held.values.items()}
+    tensors |= {f"{MODEL}{name}": buffer for name, buffer in _persistent_buffers(step)}
+    tensors |= {f"{OPTIMIZER}{name}": value for name, value in held.states.items()}
+    return tensors | {f"{UPDATE}{key}": value for key, value in step.update.state().items()}
 
 
 def state_facts(job: Job, plan: Plan, world: World, step: Step) -> dict[str, Any]:
@@ -112,15 +106,6 @@ def _persistent_buffers(step: Step) -> list[tuple[str, Tensor]]:
     return found
 
 
-def _like(parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype, optimizer: Any) -> Tensor:
-    if tuple(parameter.shape) == shape and shape:
-        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    group = next(group for group in optimizer.param_groups if any(each is parameter for each in group["params"]))
-    # Fused optimizers count steps where their parameters are, the others on the host.
-    on_device = group.get("fused") or group.get("capturable")
-    return torch.zeros(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
-
-
 def _random_state() -> dict[str, str]:
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -130,9 +115,7 @@ def _random_state() -> dict[str, str]:
 
 def _groups(step: Step, world: World) -> list[dict[str, Any]]:
     """Return the optimizer's groups with the names of their parameters on all stages; communicates over the world."""
-    names = {id(parameter): name for name, parameter in step.optimized.named}
-    mine = [[names[id(parameter)] for parameter in group["params"]] for group in step.optimizer.param_groups]
-    everyone = world.gather(mine)
+    everyone = world.gather(step.optimized.group_names())
     groups = []
     for number, group in enumerate(step.optimizer.param_groups):
         members = [name for groups_there in everyone for name in (groups_there[number : number + 1] or [[]])[0]]

@@ -114,7 +114,7 @@ class _Watch:
     def __init__(self, world: World, step: Step, folder: Path, close_up: int | None) -> None:
         self.seen = Traced(
             rank=world.rank,
-            held=_elements(parameter for _, parameter in step.named_parameters()),
+            held=_elements(step.held().values.values()),
             optimized=_elements(each for group in step.optimizer.param_groups for each in group["params"]),
             has_batch_norm=bool(batch_norms(step.model)),
         )
@@ -137,7 +137,7 @@ class _Watch:
 
     def gradients(self) -> None:
         """Note the gradients; communicates over the world."""
-        named = [(name, p.grad) for name, p in self._step.named_parameters() if p.grad is not None]
+        named = list(self._step.gradients().items())
         self.seen.gradients.append(_prints(named))
         self._write(grads_file(self._folder, self._number), full_values(named))
         if self._number == self._close_up and self._batch is not None:
@@ -155,7 +155,7 @@ class _Watch:
 
     def values(self) -> None:
         """Note parameters; write them whole at the start, the end and around the close-up. Communicates."""
-        parameters = list(self._step.named_parameters())
+        parameters = list(self._step.held().values.items())
         self.seen.parameters.append(_prints(parameters))
         number = self._number
         if number in {0, self._step.length.num_steps, self._close_up}:

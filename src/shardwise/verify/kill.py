@@ -132,7 +132,7 @@ def live(  # noqa: PLR0917 - positions of one caller
         job = _watched(prepare_job(preparation), log, end)
         saving = SavingSpec(folder=checkpoints, every=1) if checkpoints is not None else None
         _, step = run_loop(job, plan, world, EventLog(None), Timeline(), saving_spec=saving)
-        values = {"parameter": full_values(step.named_parameters()), "buffer": full_values(own_buffers(step.model))}
+        values = {"parameter": full_values(step.held().values.items()), "buffer": full_values(own_buffers(step.model))}
     if world.is_main:
         torch.save(values, folder.final)
 

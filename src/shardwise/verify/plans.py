@@ -106,6 +106,11 @@ def in_precision(plan: Plan, dtype: Exact) -> Plan:
     return dataclasses.replace(plan, precision=precision)
 
 
+def measured_in(plan: Plan, asked: Exact) -> Exact:
+    """Return the dtype a plan is compared in: DeepSpeed has no fp64."""
+    return "fp32" if plan.engine == "deepspeed" else asked
+
+
 def changed_numbers(plan: Plan, *, has_batch_norm: bool) -> dict[str, float]:
     """Return what in a plan changes the arithmetic, in words, each with its loss band; empty for an exact plan."""
     changes = {}

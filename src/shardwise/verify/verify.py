@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from shardwise.engines.available import preload_engine, require_engine
 from shardwise.errors import InputError
 from shardwise.job import load_job
 from shardwise.launch import run_forked
@@ -18,7 +19,7 @@ from shardwise.verify.compare import losses_of
 from shardwise.verify.investigate import Case, investigate
 from shardwise.verify.kill import choose_kills
 from shardwise.verify.masks import judge_masks, watch_masks
-from shardwise.verify.plans import Exact, all_plans, changed_numbers, in_precision, settle_plan
+from shardwise.verify.plans import Exact, all_plans, changed_numbers, in_precision, measured_in, settle_plan
 from shardwise.verify.prepare import Preparation
 from shardwise.verify.ranks import on_ranks, preload
 from shardwise.verify.report import Finding, Gap, PlanVerdict, VerifyReport
@@ -62,8 +63,11 @@ def verify(
     batch_size: int = run_forked(lambda _: load_job(reference).batch_size, 1, timeout_s=timeout_s)[0]
     names = all_plans(nproc) if plans is None else list(plans)
     if plans is not None:
-        for name in names:
-            require_supported(settle_plan(name, batch_size=batch_size, nproc=nproc))  # before any process starts
+        for name in names:  # before any process starts
+            plan = settle_plan(name, batch_size=batch_size, nproc=nproc)
+            require_supported(plan)
+            require_engine(plan)
+            preload_engine(plan)
     preparation = Preparation(reference=reference, steps=steps, shrink=shrink)
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as folder:
@@ -91,6 +95,7 @@ def _judge(bench: Bench, name: str, nproc: int, precision: Exact, *, resumed_as:
     """Train one plan and give a verdict; whatever a rank raises is part of it."""
     try:
         plan = settle_plan(name, batch_size=bench.batch_size, nproc=nproc)
+        precision = measured_in(plan, precision)
         changes = changed_numbers(plan, has_batch_norm=bench.one(precision).traced[0].has_batch_norm)
         if resumed_as is not None:
             _require_exact(changes)
@@ -155,7 +160,8 @@ def _mask_findings(bench: Bench, plan: Plan) -> list[Finding]:
 
 def not_applied(plan: Plan, traced: Sequence[Traced]) -> list[Finding]:
     """Name the axes that were to cut the model and did not: whole copies give equal numbers and save nothing."""
-    cutting = ["pp", "tp", *(["shard"] if plan.zero >= 2 else [])]
+    cuts_weights = plan.zero == 3 or (plan.zero == 2 and plan.engine == "torch")
+    cutting = ["pp", "tp", *(["shard"] if cuts_weights else [])]
     whole = [axis for axis in cutting for group in plan.layout.groups(axis)[:1] if _all_alike(traced, group)]
     findings = [
         Finding(
@@ -164,8 +170,9 @@ def not_applied(plan: Plan, traced: Sequence[Traced]) -> list[Finding]:
         )
         for axis in whole
     ]
-    if plan.zero == 1 and any(each.optimized >= each.held for each in traced):
-        findings.append(Finding(cause="plan not applied", evidence="zero is 1, but the optimizer keeps all its states"))
+    if plan.zero and not cuts_weights and any(each.optimized >= each.held for each in traced):
+        evidence = f"zero is {plan.zero}, but the optimizer keeps all its states"
+        findings.append(Finding(cause="plan not applied", evidence=evidence))
     return findings
 
 

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardwise.plan.choose.deepspeed import choose_form, form_reason
 from shardwise.plan.choose.explain import compile_gain, decision_path, reason
 from shardwise.plan.choose.search import FILL, Candidate
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardwise.plan.choose.deepspeed import Form
     from shardwise.plan.choose.search import Answer, Rejected
     from shardwise.plan.cost.memory import Memory
     from shardwise.plan.cost.time import Time
     from shardwise.plan.plan import Plan
 
 
-def answer_data(answer: Answer, *, every: bool = False) -> dict[str, Any]:
-    """Return all that was found, in bytes and seconds; `every` adds each plan that was predicted."""
+def answer_data(answer: Answer, forms: Sequence[Form] = (), *, every: bool = False) -> dict[str, Any]:
+    """Return all that was found, in bytes and seconds; `every` adds each plan that was predicted.
+
+    `forms` are DeepSpeed's, where that engine was asked for.
+    """
     question = answer.question
     device = question.cluster.device
     shape = question.model.plain
@@ -43,7 +50,17 @@ def answer_data(answer: Answer, *, every: bool = False) -> dict[str, Any]:
     }
     if every:
         data["candidates"] = [_candidate(candidate) for candidate in answer.candidates]
+    if forms:
+        chosen = choose_form(forms)
+        data["deepspeed"] = {form.name: _form(form, chosen) for form in forms}
     return data
+
+
+def _form(form: Form, chosen: Form | None) -> dict[str, Any]:
+    words = {"fits": form.best is not None, "reason": form_reason(form, chosen)}
+    if form.best is not None:
+        return words | {name: part for name, part in _candidate(form.best).items() if name != "family"}
+    return words | ({"memory": _memory(form.memory)} if form.memory else {})
 
 
 def _entry(answer: Answer, family: str, entry: Candidate | Rejected) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class TimeModel:
         self.calibration = calibration
         self.assumptions = assumptions or Assumptions()
         self.wires = Wires(cluster, calibration)
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._compute: dict[str, ComputeModel] = {}
 
     @property
@@ -194,7 +194,7 @@ class TimeModel:
         width, held = ELEMENT_BYTES[plan.precision.reduce], ELEMENT_BYTES[plan.precision.optimizer]
         mine = trained / layout.shard
         parts = {"update": held * (trained if plan.zero < 2 else mine) / bandwidth}  # the norm reads every gradient
-        touched = held * (3 + 2 * self._optimizer.states) * mine
+        touched = held * (3 + 2 * self.optimizer.states) * mine
         if plan.offload.optimizer == "cpu":
             parts["update"] += touched / calibration.host_optimizer_bandwidth.value
             if plan.offload.parameters != "cpu":

@@ -1,0 +1,1 @@
+"""DeepSpeed as an engine; only the modules that say so import it."""

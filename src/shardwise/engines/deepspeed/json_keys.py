@@ -1,0 +1,181 @@
+"""The keys of DeepSpeed's JSON: which a plan holds, which are the job's, which change nothing, which it cannot hold."""
+
+from __future__ import annotations
+
+BATCH, MICRO_BATCH, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+PLAN = {
+    "": {
+        BATCH,
+        MICRO_BATCH,
+        ACCUMULATION,
+        "bf16",
+        "bfloat16",
+        "fp16",
+        "communication_data_type",
+        "zero_optimization",
+        "activation_checkpointing",
+        "data_types",
+    },
+    "bf16": {"enabled"},
+    "fp16": {"enabled", "loss_scale"},
+    "data_types": {"grad_accum_dtype"},
+    "zero_optimization": {
+        "stage",
+        "overlap_comm",
+        "contiguous_gradients",
+        "reduce_bucket_size",
+        "allgather_bucket_size",
+        "stage3_prefetch_bucket_size",
+        "offload_param",
+        "offload_optimizer",
+        "cpu_offload",
+        "cpu_offload_param",
+    },
+    "offload_param": {"device", "nvme_path"},
+    "offload_optimizer": {"device", "nvme_path"},
+    "activation_checkpointing": set[str](),
+}
+"""By section, "" for the top: what becomes part of a plan."""
+
+JOB = {"optimizer", "scheduler", "gradient_clipping"}
+"""What is the job's."""
+
+ASIDE = {
+    "": {
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "log_level",
+        "timers",
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+        "comet",
+        "flops_profiler",
+        "comms_logger",
+        "autotuning",
+        "checkpoint",
+        "aio",
+        "compile",
+        "datastates_ckpt",
+        "dataloader_drop_last",
+        "disable_allgather",
+        "disable_python_gc",
+        "managed_gradient_accumulation",
+        "prescale_gradients",
+        "gradient_predivide_factor",
+        "seq_parallel_communication_data_type",
+        "use_data_before_expert_parallelism",
+        "vocabulary_size",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+    },
+    "bf16": {"immediate_grad_update", "check_grad_overflow"},
+    "fp16": {
+        "auto_cast",
+        "initial_scale_power",
+        "loss_scale_window",
+        "hysteresis",
+        "consecutive_hysteresis",
+        "min_loss_scale",
+    },
+    "data_types": {"buffer_dtype", "keep_in_fp32_modules", "param_dtype"},
+    "zero_optimization": {
+        "reduce_scatter",
+        "allgather_partitions",
+        "use_multi_rank_bucket_allreduce",
+        "compute_grad_norm",
+        "load_from_fp32_weights",
+        "elastic_checkpoint",
+        "cpu_offload_use_pin_memory",
+        "sub_group_size",
+        "stage3_param_persistence_threshold",
+        "stage3_model_persistence_threshold",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "stage3_gather_16bit_weights_on_model_save",
+        "stage3_gather_fp16_weights_on_model_save",
+        "stage3_module_granularity_threshold",
+        "stage3_use_all_reduce_for_fetch_params",
+        "stage3_allgather_sequential",
+        "ignore_unused_parameters",
+        "legacy_stage1",
+        "round_robin_gradients",
+        "parameter_alignment",
+        "memory_efficient_linear",
+        "pipeline_loading_checkpoint",
+        "override_module_apply",
+        "log_trace_cache_warnings",
+        "enable_sanity_checks",
+        "save_muon_momentum_buffer_in_memory",
+        "leaf_module",
+    },
+    "offload_param": {"pin_memory", "buffer_count", "buffer_size", "max_in_cpu"},
+    "offload_optimizer": {"pin_memory", "buffer_count", "pipeline_read", "pipeline_write", "fast_init"},
+    "activation_checkpointing": {
+        "partition_activations",
+        "cpu_checkpointing",
+        "contiguous_memory_optimization",
+        "number_checkpoints",
+        "synchronize_checkpoint_boundary",
+        "profile",
+    },
+}
+"""What leaves the trained numbers alone and has no place in a plan."""
+
+REFUSED = {
+    "": {
+        "amp",
+        "compression_training",
+        "curriculum_learning",
+        "data_efficiency",
+        "eigenvalue",
+        "elasticity",
+        "expert_parallel",
+        "graph_harvesting",
+        "hybrid_engine",
+        "nebula",
+        "pipeline",
+        "progressive_layer_drop",
+        "quantize_training",
+        "sequence_parallel_size",
+        "sparse_attention",
+        "sparse_gradients",
+        "tensor_parallel",
+        "torch_autocast",
+        "weight_quantization",
+    },
+    "bf16": {"bf16_master_weights_and_grads", "bf16_optimizer_states"},
+    "fp16": {"fp16_master_weights_and_grads"},
+    "zero_optimization": {
+        "mics_shard_size",
+        "mics_hierarchical_params_gather",
+        "zenflow",
+        "zero_hpz_partition_size",
+        "zero_quantized_gradients",
+        "zero_quantized_nontrainable_weights",
+        "zero_quantized_weights",
+        "zeropp_loco_param",
+    },
+    "offload_optimizer": {"super_offload", "cpuadam_cores_perc"},
+}
+"""What trains otherwise, so that leaving it out would be silent; harmless while it is off."""
+
+
+def known(section: str) -> set[str]:
+    """Return every key that a section may have."""
+    job = JOB if not section else set()
+    extra = {"gradient_allreduce_op"} if not section else {"ratio"} if section == "offload_optimizer" else set()
+    return PLAN[section] | ASIDE[section] | REFUSED.get(section, set()) | job | extra
+
+
+def is_off(value: object) -> bool:
+    """Whether a feature is written down but not in use: false, none, one rank, or a section that says so."""
+    if isinstance(value, dict):
+        return value.get("enabled") is False or all(is_off(each) for each in value.values())
+    return value is None or (isinstance(value, bool | int) and value in _OFF and value is not True)
+
+
+_OFF = (0, 1, -1)
