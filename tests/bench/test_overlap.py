@@ -245,6 +245,7 @@ def test_a_report_has_a_row_and_a_bar_for_each_setting():
     assert hiding.sections[0].parts[1].rows[0][1] == pytest.approx((7.0, 3.0, 1.0))
 
 
+@pytest.mark.prove
 def test_two_real_ranks_are_measured_from_the_command_line(job_file, tmp_path, capsys):
     command = ["bench", "overlap", str(job_file), "--nproc", "2", "--device", "cpu"]
     options = ["--rounds", "1", "--buckets", "0.01,100", "--set", "accumulation=2", "--json"]

@@ -166,6 +166,7 @@ def test_a_script_that_fails_is_named_with_its_own_words(tmp_path):
         measure_script(Script(str(path)), [1], rounds=1, mode="strong", pattern=None)
 
 
+@pytest.mark.prove
 def test_a_job_is_measured_on_one_and_two_ranks_from_the_command_line(job_file, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two of them on busy cores would wait for each other most of the time

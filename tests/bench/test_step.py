@@ -183,6 +183,7 @@ def test_a_rank_outside_the_world_is_refused(job):
         rehearse(job, Plan.preset("ddp", 2, batch_size=8), rank=2)
 
 
+@pytest.mark.prove
 def test_two_real_ranks_are_measured_from_the_command_line(job_file, tmp_path):
     command = [sys.executable, "-m", "shardwise", "bench", "step", str(job_file), "--nproc", "2", "--steps", "2"]
     outputs = ["--trace", tmp_path / "trace.json", "--report", tmp_path / "report.md", "--json"]

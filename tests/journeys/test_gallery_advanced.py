@@ -33,7 +33,7 @@ def test_every_product_has_the_losses_of_every_other(tmp_path):
     assert re.findall(r"^(\S.*?)  +(\d+%)", outputs[0], re.MULTILINE) == shares
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 def test_the_job_of_hybrid_parallelism_trains_and_verifies(tmp_path):
     train, verify = (CHAPTER.run(line, tmp_path) for line in CHAPTER.commands("--nproc "))
     assert "pp2.shard2" in train
@@ -51,7 +51,7 @@ def test_mean_of_means_is_wrong_and_sums_over_the_count_are_right(tmp_path, laun
         assert re.findall(r"([\d.]+)%", output)[1:] == ["0.00"] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 def test_communication_overlap_prints_every_way_and_gain(tmp_path, launched):
     lines = CHAPTER.commands("communication_overlap.py")
     assert len(lines) == 2

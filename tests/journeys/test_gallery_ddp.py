@@ -53,7 +53,7 @@ def epochs(output: str) -> list[str]:
     return re.findall(r"^epoch .*", output, re.MULTILINE)
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 def test_train_ddp_reads_idx_files_and_counts_each_test_sample_once(tmp_path):
     for packed in DIGITS.glob("*.gz"):
         (tmp_path / packed.stem).write_bytes(gzip.decompress(packed.read_bytes()))
@@ -100,7 +100,7 @@ def test_ddp_mnist_runs_under_bare_srun():
     assert "world size 2" in output
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 def test_train_byt5_ddp_lowers_its_loss(tmp_path, launched):
     [line] = launched([command(CHAPTER, "--nproc_per_node=2 train_byt5_ddp.py")])
     output = CHAPTER.run(f"{line} --steps 20 --report 5", tmp_path)
@@ -144,7 +144,7 @@ def test_train_byt5_ddp_without_transformers_names_the_pip_line(tmp_path):
     assert output.splitlines()[-1] == "train_byt5_ddp.py needs transformers: pip install transformers"
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 def test_ddp_training_resumes_to_the_numbers_of_an_uninterrupted_run(tmp_path, launched):
     options = f"{SMALL} --batch-size 24 --checkpoint {tmp_path}"  # 7 batches a rank: windows of 4 and 3
     lines = launched(command(CHAPTER, *parts) for parts in (["--epochs 1 --accumulate 4"], ["--resume"]))

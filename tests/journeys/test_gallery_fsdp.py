@@ -44,7 +44,7 @@ def test_fsdp_transformer_trains_in_a_loop_of_ones_own(tmp_path, launched):
     assert full == pytest.approx(low, abs=2e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 def test_fsdp_transformer_trains_as_a_job(tmp_path):
     [line] = CHAPTER.commands("shardwise train")
     output = CHAPTER.run(f"{line} --set steps=4", tmp_path)
@@ -63,7 +63,7 @@ def test_fsdp_checkpoint_goes_on_with_another_number_of_processes(tmp_path, laun
     assert losses(resume)[-1] < losses(save)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 def test_the_table_of_ways_to_save_has_the_rows_of_a_fresh_run(tmp_path, launched):
     [line] = launched(CHAPTER.commands("fsdp_checkpoint.py", "--measure"))
     row = re.compile(r"^\| (\w+) \| \d+\.\d\d \| \d+\.\d\d \| \d+\.\d\d \| \d+\.\d\d \|$", re.MULTILINE)
@@ -124,7 +124,7 @@ def table(text: str) -> dict[str, list[float]]:
     return {name: [float(number) for number in numbers] for name, *numbers in rows}
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 def test_the_table_of_strategies_is_what_a_fresh_run_measures(tmp_path, launched):
     [line] = launched(CHAPTER.commands("measure_strategies.py"))
     measured = table(CHAPTER.run(line, tmp_path))
