@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from beds.ports import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 MARKDOWN = re.MULTILINE | re.DOTALL
@@ -42,6 +44,8 @@ class Chapter:
             "GLOO_SOCKET_IFNAME": "lo",
             "PET_LOCAL_ADDR": "127.0.0.1",  # torchrun's --local_addr: the two nodes of a test are this machine
         }
+        # DeepSpeed's launcher takes port 29500 if it is not told another, and tests run beside each other.
+        line = line.replace("deepspeed --num_gpus", f"deepspeed --master_port={free_port()} --num_gpus")
         if folder is not None:
             line = re.sub(r"(?<= )(\w+\.py)", rf"{self.folder}/\1", line)
         return subprocess.Popen(
