@@ -67,6 +67,26 @@ def test_samples_of_a_step_do_not_depend_on_the_number_of_readers():
     assert union(1, 1) == union(2, 3) == union(3, 2)
 
 
+def placed(feed):
+    """(epoch, index in it, sample) of every real row."""
+    micro_batches = [micro for batch in feed for micro in batch.micro_batches]
+    return [
+        (micro.places.epoch, index, sample)
+        for micro in micro_batches
+        for index, sample in zip(micro.places.indices, micro.batch[1][: micro.rows].tolist(), strict=True)
+    ]
+
+
+def test_places_of_samples_do_not_depend_on_the_number_of_readers():
+    def union(ranks, accumulation):
+        results = run_ranks(lambda world: placed(index_feed(world, accumulation=accumulation)), ranks)
+        return sorted(row for rows in results for row in rows)
+
+    one = union(1, 1)
+    assert [row[:2] for row in one] == [(epoch, index) for epoch in range(3) for index in range(23)]
+    assert one == union(2, 3) == union(3, 2)
+
+
 def test_short_step_is_filled_to_the_plans_shape_and_counts_only_real_rows():
     results = run_ranks(lambda world: seen(index_feed(world, length=13, num_steps=2)), 2)
     assert all(step[1] == {3} for steps in results for step in steps)

@@ -169,6 +169,18 @@ def test_dropout_masks_begin_anew_at_another_layout_and_that_is_told(tmp_path):
     assert "random masks begin anew" in notes
 
 
+@pytest.mark.parametrize(("save_under", "load_under"), [("ddp2", "one"), ("one", "fsdp2"), ("zero1", "pp2")])
+def test_keyed_masks_go_on_at_another_layout(save_under, load_under, tmp_path):
+    job = partial(make_job, model=dropping, masks="keyed")
+    whole, state = run_ranks(trained, 1, "one", job=job())[0]
+    run_ranks(trained, LAYOUTS[save_under][0], save_under, tmp_path, job=job(steps=4), every=4)  # inside epoch 2
+    after, final, notes = run_ranks(trained, LAYOUTS[load_under][0], load_under, tmp_path, job=job(), told=True)[0]
+    assert after == pytest.approx({step: whole[step] for step in range(4, STEPS)}, rel=1e-9)
+    assert "begin anew" not in notes
+    for name, value in state.items():
+        torch.testing.assert_close(final[name], value, rtol=1e-9, atol=1e-11, msg=name)
+
+
 def flip_a_bit(checkpoint):
     shard = next(checkpoint.glob("*.safetensors"))
     data = bytearray(shard.read_bytes())

@@ -81,7 +81,15 @@ untied = decoder(
 batch_norm = points(normed)
 noisy = points(lambda: Noisy(6, 3))
 restless = points(lambda: Restless(6, 3))
-with_dropout = points(lambda: torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 3)))
+
+
+def dropping():
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 3))
+
+
+with_dropout = points(dropping)
+keyed_dropout = points(dropping, masks="keyed")
+keyed_noise = points(lambda: Noisy(6, 3), masks="keyed")
 
 
 broken = points(lambda: torch.nn.Linear(7, 3))

@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.data import feed, slices
+from shardwise.data import cursor, feed, slices
 from shardwise.job import refer
 from shardwise.parallel import apply, norm, stage_plan
 from shardwise.parallel.batch_norm import BatchNorm
@@ -49,6 +50,14 @@ def plant(monkeypatch):
         monkeypatch.setattr(owner, name, planted)
 
     return plant
+
+
+def test_keyed_masks_that_depend_on_the_rank(plant):
+    def own_keys(right, places):
+        return right(places) + np.uint64(dist.get_rank())
+
+    plant(cursor.Places, "keys", own_keys)
+    assert finding_on("ddp", job="keyed_dropout").step == 0
 
 
 def test_mean_of_means_over_ranks(plant):

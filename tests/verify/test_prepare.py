@@ -22,6 +22,11 @@ def test_dropout_is_off_unless_asked_for():
     assert kept.model()[1].p == 0.5
 
 
+def test_keyed_dropout_stays_on():
+    job = prepare_job(Preparation(reference=refer(f"{JOBS}:keyed_dropout", {}), steps=2))
+    assert job.model()[1].p == 0.5
+
+
 def test_dropout_of_transformers_is_found_in_modules_and_configs():
     pytest.importorskip("transformers")
     model = sw.models.byt5("byt5-tiny")

@@ -31,6 +31,17 @@ def test_batch_norm_is_compared_with_one_process_that_groups_its_rows_alike():
     assert [verdict.status for verdict in report.verdicts] == ["passed", "passed"]
 
 
+def test_keyed_masks_are_compared_with_dropout_on():
+    report = report_on(["ddp", "zero3+accumulation=2", "ddp+compile=blocks"], job="keyed_dropout")
+    assert [verdict.status for verdict in report.verdicts] == ["passed", "passed", "refused"]
+    assert report.notes == ("dropout is on: its masks are keyed",)
+
+
+def test_a_model_that_draws_beside_keyed_masks_is_refused():
+    with pytest.raises(InputError, match="the model draws random numbers of its own"):
+        report_on(["ddp"], job="keyed_noise")
+
+
 def test_fp32_stays_within_the_measured_noise():
     (verdict,) = report_on(["ddp"], precision="fp32").verdicts
     assert verdict.status == "passed"

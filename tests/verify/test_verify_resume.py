@@ -39,6 +39,12 @@ def test_sound_resumes_pass_under_the_next_plan_on_other_ranks():
     assert summary_line(report) == "jobs: 2 passed; 5 steps on 2 ranks beside a run that nobody stopped"
 
 
+def test_keyed_masks_are_the_same_on_other_ranks():
+    (verdict,) = report_on(["ddp"], job="keyed_dropout").verdicts
+    assert verdict.status == "passed", verdict
+    assert verdict.measure.endswith("then as ddp on 1 rank")
+
+
 def test_a_plan_of_fixed_ranks_is_refitted():
     (verdict,) = report_on(["shard2.tp2"], job="untied", nproc=4, steps=4).verdicts
     assert verdict.status == "passed", verdict

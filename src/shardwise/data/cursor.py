@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from shardwise.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _ROUNDS = 6
 _MIX_A = np.uint64(0xFF51AFD7ED558CCD)  # the finaliser of MurmurHash3 (public domain, Austin Appleby)
@@ -29,6 +34,20 @@ class Cursor(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         if index >= length:
             return Cursor(seed=self.seed, epoch=self.epoch + 1)
         return Cursor(seed=self.seed, epoch=self.epoch, index=index)
+
+
+class Places(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Where the samples of a micro-batch stand in the stream."""
+
+    seed: int
+    epoch: int
+    indices: Sequence[int]
+    """In the order of the epoch, one for each sample."""
+
+    def keys(self) -> npt.NDArray[np.uint64]:
+        """Return a number for each sample, the same wherever and whenever it comes again at this place."""
+        places = np.asarray(self.indices, dtype=np.uint64) + np.uint64(1)
+        return _mix(_mix(_state(self.seed, self.epoch)) + places * np.uint64(_GOLDEN))
 
 
 def sample_ids(places: npt.NDArray[np.int64], *, seed: int, epoch: int, length: int) -> npt.NDArray[np.int64]:
@@ -71,6 +90,9 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 def _round_keys(seed: int, epoch: int) -> list[np.uint64]:
     """Keys from (seed, epoch) by a Weyl sequence through the mixer; neighbouring seeds share nothing."""
-    state = _mix(np.array([seed & _MASK], dtype=np.uint64)) ^ np.uint64((epoch + 1) * _GOLDEN & _MASK)
     weyl = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-    return list(_mix(state + weyl))
+    return list(_mix(_state(seed, epoch) + weyl))
+
+
+def _state(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
+    return _mix(np.array([seed & _MASK], dtype=np.uint64)) ^ np.uint64((epoch + 1) * _GOLDEN & _MASK)

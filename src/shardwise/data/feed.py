@@ -8,10 +8,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from shardwise.data.cursor import Places
 from shardwise.data.rows import fill_rows, move
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from shardwise.data.cursor import Cursor
     from shardwise.job import Loss
@@ -25,6 +26,8 @@ class MicroBatch(msgspec.Struct, frozen=True, gc=False):
     rows: int
     """Real rows, first in the batch; 0 when this reader has none but must still take part."""
     filled: int
+    places: Places | None = None
+    """Of the real rows; None where they are not known."""
 
 
 class StepBatch(msgspec.Struct, frozen=True, gc=False):
@@ -49,6 +52,8 @@ class LoadedStep(msgspec.Struct, frozen=True, gc=False):
     """Real samples over all readers."""
     cursor: Cursor
     """Where this step begins in the stream."""
+    starts: Sequence[int] | None = None
+    """Where in the order of the epoch each batch begins; None where a loader does not know."""
 
 
 class StepLoader(Protocol):
@@ -96,7 +101,8 @@ class Feed:
 
     def _prepare(self, loaded: LoadedStep) -> _Pending:
         pairs = list(zip(loaded.batches, loaded.rows, strict=True))
-        micro_batches = [self._fill(batch, rows) for batch, rows in pairs]
+        places = _places(loaded)
+        micro_batches = [self._fill(*pair, where) for pair, where in zip(pairs, places, strict=True)]
         if isinstance(self._loss.count, str):
             return _Pending(loaded, micro_batches, loaded.samples)
         count = sum(self._loss.count_of(batch, rows) for batch, rows in pairs if rows)
@@ -106,19 +112,27 @@ class Feed:
         work = dist.all_reduce(total, group=self._group, async_op=True)
         return _Pending(loaded, micro_batches, total, work)
 
-    def _fill(self, batch: Any, rows: int) -> MicroBatch:
+    def _fill(self, batch: Any, rows: int, places: Places | None) -> MicroBatch:
         """Fill a short batch to the plan's shape."""
         filled = max(rows, 1)
         if filled < self._micro_batch:
             batch = fill_rows(batch, filled, self._micro_batch)
             filled = self._micro_batch
-        return MicroBatch(self._move(batch), rows, filled)
+        return MicroBatch(self._move(batch), rows, filled, places)
 
     def _move(self, batch: Any) -> Any:
         """Loaders give what the CPU can use as it is."""
         if self._device.type == "cpu" and self._float_dtype is None:
             return batch
         return move(batch, self._device, self._float_dtype)
+
+
+def _places(loaded: LoadedStep) -> list[Places] | list[None]:
+    if loaded.starts is None:
+        return [None] * len(loaded.rows)
+    seed, epoch = loaded.cursor.seed, loaded.cursor.epoch
+    spans = zip(loaded.starts, loaded.rows, strict=True)
+    return [Places(seed=seed, epoch=epoch, indices=range(start, start + rows)) for start, rows in spans]
 
 
 class _Pending(msgspec.Struct, frozen=True, gc=False):

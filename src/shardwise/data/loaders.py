@@ -16,7 +16,7 @@ from shardwise.data.rows import cut_rows, num_rows
 from shardwise.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sized
+    from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 
     from shardwise.data.slices import Slices
 
@@ -61,12 +61,19 @@ class IndexLoader:
         """Yield the steps."""
         slices, batches = self._slices, iter(self._batches)
         whole_steps, whole_rows = slices.length // slices.batch_size, [slices.micro_batch] * slices.accumulation
+        own_rows = slices.micro_batch * slices.accumulation
         for number in self._range:
             epoch, step = divmod(number, slices.steps_per_epoch)
-            rows = whole_rows if step < whole_steps else [stop - start for start, stop in slices.places(step)]
-            loaded = [next(batches) for _ in rows]
             cursor = Cursor(seed=self._seed, epoch=epoch, index=step * slices.batch_size)
-            yield LoadedStep(loaded, rows, slices.rows_of_step(step), cursor)
+            starts: Sequence[int]
+            if step < whole_steps:
+                first = cursor.index + slices.reader * own_rows
+                rows, starts = whole_rows, range(first, first + own_rows, slices.micro_batch)
+            else:
+                places = slices.places(step)
+                rows, starts = [stop - start for start, stop in places], [start for start, _ in places]
+            loaded = [next(batches) for _ in rows]
+            yield LoadedStep(loaded, rows, slices.rows_of_step(step), cursor, starts)
 
     def micro_batch_ids(self) -> Iterator[list[int]]:
         """Yield the sample ids of every micro-batch, in order; a spare one where a micro-batch is empty."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from shardwise.errors import JobError
 from shardwise.job.loss import Loss, Metric
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardwise.job.optimizers import OptimizerFactory
 
 LENGTHS = ("epochs", "steps", "tokens")
+Masks = Literal["drawn", "keyed"]
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -61,6 +62,8 @@ class Job:
     num_workers: int = 0
     """DataLoader processes per rank."""
     seed: int = 0
+    masks: Masks = "drawn"
+    """How dropout drops: drawn by each rank, or keyed by sample and place and so the same at any layout."""
     tensor_rules: Mapping[str, str] | None = None
     """How tensor parallelism cuts modules, by name: {"blocks.*.attn.qkv": "column", ...}; None asks the model."""
     layers: str | None = None
@@ -82,6 +85,8 @@ class Job:
         _check_whole("batch_size", self.batch_size, least=1)
         _check_whole("seed", self.seed, least=0)
         _check_whole("num_workers", self.num_workers, least=0)
+        if self.masks not in get_args(Masks):
+            raise JobError(f"Job.masks is {self.masks!r}", fix='give "drawn" or "keyed"')
         self._check_length()
         if self.clip_norm is not None and not _positive(self.clip_norm):
             raise JobError(f"Job.clip_norm is {self.clip_norm!r}", fix="give a number above 0, or None")

@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise.parallel.batch_norm import batch_norms
+from shardwise.parallel.keyed_masks import keyed_dropouts, same_masks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardwise.parallel.batch_norm import BatchNorm
+    from shardwise.parallel.keyed_masks import KeyedDropout
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -37,16 +39,16 @@ _KEPT = (
 def recompute_block(block: nn.Module, *, selective: bool) -> None:
     """Have `block` forget its activations after forward; everything, or all but the results of dear operators."""
     # The block's own forward is replaced, not the block: names of parameters stay as they are.
-    contexts = partial(_contexts, list(batch_norms(block)), selective=selective)
+    contexts = partial(_contexts, list(batch_norms(block)), keyed_dropouts(block), selective=selective)
     block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
 
 
-def _contexts(norms: list[BatchNorm], *, selective: bool) -> Contexts:
-    """Return what surrounds forward, and what surrounds its repetition."""
-    if not selective:
-        return nullcontext(), _without_tracking(norms)
-    first, again = create_selective_checkpoint_contexts(_policy)
-    return first, _both(again, norms)
+def _contexts(norms: list[BatchNorm], dropouts: list[KeyedDropout], *, selective: bool) -> Contexts:
+    """Return what surrounds forward, and what surrounds its repetition; called when forward begins."""
+    first, again = create_selective_checkpoint_contexts(_policy) if selective else (nullcontext(), nullcontext())
+    if not norms and not dropouts:
+        return first, again
+    return first, _repeating(again, norms, same_masks([(each, each.keys, each.calls) for each in dropouts]))
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ARG001 - torch's signature
@@ -59,8 +61,10 @@ def _kept_operators() -> set[Any]:
 
 
 @contextmanager
-def _both(inner: AbstractContextManager[Any], norms: Iterable[BatchNorm]) -> Iterator[None]:
-    with _without_tracking(norms), inner:  # what it copies is no operator of the block
+def _repeating(
+    inner: AbstractContextManager[Any], norms: Iterable[BatchNorm], masks: AbstractContextManager[None]
+) -> Iterator[None]:
+    with _without_tracking(norms), masks, inner:  # what the first copies is no operator of the block
         yield
 
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.errors import JobError, PlanError
 from shardwise.parallel.collectives import all_gathered, all_reduced, own_part, sum_scattered
+from shardwise.parallel.keyed_masks import CutRegion, keyed_dropouts
 from shardwise.parallel.tensor_random import CutRandom, draws_masks
 from shardwise.parallel.tensor_rules import (
     block_patterns,
@@ -52,7 +53,7 @@ def tensor_parallel(module: nn.Module, mesh: DeviceMesh, rules: Mapping[str, str
     styles = styles_by_name(module, rules)
     flow = _Flow(
         mesh=mesh,
-        random=CutRandom(mesh) if draws_masks(module) else None,
+        random=_random(module, mesh),
         blocks=block_patterns(rules) if sequence else (),
     )
     _distribute(module, mesh, styles)
@@ -68,6 +69,14 @@ def tensor_parallel(module: nn.Module, mesh: DeviceMesh, rules: Mapping[str, str
             _leave_in_the_end(scope, flow.random)
     _explain_mixing(module)
     return module
+
+
+def _random(module: nn.Module, mesh: DeviceMesh) -> CutRandom | CutRegion | None:
+    """Return who is to know when a cut region begins and ends; nobody where nothing is dropped."""
+    keyed = keyed_dropouts(module)
+    if keyed:
+        return CutRegion(keyed)
+    return CutRandom(mesh) if draws_masks(module) else None
 
 
 class _Entry:
@@ -96,7 +105,7 @@ class _Flow:
     """What the modules of one parallel model share: the mesh, the random numbers, and how activations travel."""
 
     mesh: DeviceMesh
-    random: CutRandom | None
+    random: CutRandom | CutRegion | None
     blocks: tuple[str, ...]
     """Patterns of the blocks whose stream is cut by tokens; empty without sequence parallelism."""
     entry: _Entry = field(init=False)
@@ -347,7 +356,7 @@ def _numbered(name: str) -> str:
     return ".".join(parts[:depth])
 
 
-def _leave_in_the_end(module: nn.Module, random: CutRandom) -> None:
+def _leave_in_the_end(module: nn.Module, random: CutRandom | CutRegion) -> None:
     """Leave the cut region however the module ends: recompute stops a block early by an exception."""
     inner = module.forward
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardwise.parallel.apply import unwrap
 from shardwise.parallel.batch_norm import batch_norms
+from shardwise.parallel.keyed_masks import KeyedMasks
 from shardwise.step.held import held_by, make_states
-from shardwise.step.step import StepReport
+from shardwise.step.step import NOTHING, StepReport
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
 
-    from shardwise.data.feed import StepBatch
+    from shardwise.data.feed import MicroBatch, StepBatch
     from shardwise.job import Job
     from shardwise.step.held import Forms, Held
     from shardwise.step.step import StepParts
@@ -39,6 +42,7 @@ class OptimizerStep:
         self._after_first_backward = parts.after_first_backward
         self._before_update = parts.before_update
         self._batch_norms = batch_norms(model)
+        self._masks = KeyedMasks(model, parts.autocast.device_type) if job.masks == "keyed" else None
         self._parameters = list(model.parameters())
 
     @property
@@ -62,6 +66,13 @@ class OptimizerStep:
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of a step while they are summed and not yet used; no communication."""
         return {name: each.grad for name, each in self.named_parameters() if each.grad is not None}
+
+    def _keyed(self, module: nn.Module, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        """Surround a forward pass of `module`: keyed masks are those of this micro-batch."""
+        if self._masks is None:
+            return NOTHING
+        keys = None if micro_batch.places is None else micro_batch.places.keys()
+        return self._masks.of(unwrap(module), keys, micro_batch.filled)
 
     def _begin(self) -> None:
         """Set the learning rates of this step."""

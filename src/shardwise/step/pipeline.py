@@ -143,7 +143,8 @@ class PipelineStep(OptimizerStep):
         batch, rows, filled = micro_batch.batch, micro_batch.rows, micro_batch.filled
         for norm in self._batch_norms:
             norm.rows = None if rows == filled else (rows, filled)
-        output = self._job.forward(module, batch)
+        with self._keyed(module, micro_batch):
+            output = self._job.forward(module, batch)
         if rows < filled and self._job.loss.by_row:
             output, batch = cut_output(output, rows, filled), cut_rows(batch, rows, filled)
         return output, batch

@@ -68,7 +68,8 @@ class PlainStep(OptimizerStep):
         for norm in self._batch_norms:
             norm.rows = None if rows == filled else (rows, filled)
         with self._autocast():
-            output = self._forward(self._trained, batch)
+            with self._keyed(self._trained, micro_batch):
+                output = self._forward(self._trained, batch)
             if rows < filled and self._loss.by_row:
                 output, batch = cut_output(output, rows, filled), cut_rows(batch, rows, filled)
             loss: Tensor = self._loss.sum(output, batch)

@@ -15,6 +15,7 @@ from shardwise.errors import JobError, PlanError
 from shardwise.parallel.apply import apply_plan, gradient_sync, stages_of
 from shardwise.parallel.batch_norm import foreign_batch_norms
 from shardwise.parallel.blueprint import job_blueprint, real_blueprint
+from shardwise.parallel.keyed_masks import key_dropouts
 from shardwise.parallel.norm import GradNorm
 from shardwise.parallel.optimizer import make_optimizer
 from shardwise.parallel.place import Place
@@ -143,6 +144,8 @@ def draw_up(job: Job, plan: Plan, world: World) -> Blueprint:
         size=world.size,
         double=plan.precision.parameter == "fp64",
     )
+    if job.masks == "keyed":
+        key_dropouts(blueprint.module, staged=plan.layout.pp > 1)
     if plan.layout.tp == 1:
         return blueprint
     return replace(blueprint, tensor_rules=find_rules(blueprint.module, job.tensor_rules))
@@ -246,6 +249,11 @@ def check_fit(job: Job, plan: Plan, world: World) -> None:
             f"the plan trains {plan.micro_batch} x {plan.accumulation} x {plan.layout.dp} = {plan.batch_size} samples"
             f" a step, the job asks for {job.batch_size}",
             fix=f"use Plan.preset(name, {world.size}, batch_size={job.batch_size})",
+        )
+    if job.masks == "keyed" and (plan.engine != "torch" or plan.compile != "none"):
+        raise PlanError(
+            f"masks are keyed, and engine {plan.engine} with compile = {plan.compile} draws its own",
+            fix="use --set engine=torch --set compile=none, or --set masks=drawn",
         )
 
 

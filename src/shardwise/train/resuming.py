@@ -80,7 +80,7 @@ class Resuming:
         notes = [f"resumed from {report.path} at step {step.number}"]
         if not compared.is_equal:
             notes.append(str(compared))
-        if not restore_random(report.facts, self._plan, self._world, step):
+        if not restore_random(report.facts, self._plan, self._world, step) and self._job.masks == "drawn":
             notes.append("random masks begin anew, since the layout is another")
         if self._job.state is not None and "user" in report.facts:
             self._job.state.load_state_dict(join_state(report.facts["user"], self._user))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from shardwise.data.rows import cut_output, cut_rows
+from shardwise.parallel.keyed_masks import KeyedMasks
 from shardwise.verify.evidence import Cell
 
 if TYPE_CHECKING:
@@ -15,10 +17,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from shardwise.data.cursor import Places
     from shardwise.job import Job
 
-    Raw = tuple[Any, int, int]
-    """(batch, real rows, filled rows)."""
+    Raw = tuple[Any, int, int, Places | None]
+    """(batch, real rows, filled rows, places)."""
 
 
 def take_apart(job: Job, model: nn.Module, readers: Sequence[Sequence[Raw]]) -> list[list[Cell]]:
@@ -27,11 +30,13 @@ def take_apart(job: Job, model: nn.Module, readers: Sequence[Sequence[Raw]]) -> 
 
 
 def _cell(job: Job, model: nn.Module, raw: Raw) -> Cell:
-    batch, rows, filled = raw
+    batch, rows, filled, places = raw
     model.zero_grad(set_to_none=True)
     if not rows:
         return Cell(gradients={}, count=0)
-    output = job.forward(model, batch)
+    keys = None if places is None else places.keys()
+    with KeyedMasks(model, "cpu").of(model, keys, filled) if job.masks == "keyed" else nullcontext():
+        output = job.forward(model, batch)
     if rows < filled and job.loss.by_row:
         output, batch = cut_output(output, rows, filled), cut_rows(batch, rows, filled)
     job.loss.sum(output, batch).backward()

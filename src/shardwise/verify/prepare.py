@@ -1,4 +1,4 @@
-"""The job as verify trains it: a few steps, no dropout, and if asked small in width and depth."""
+"""The job as verify trains it: a few steps, no drawn masks, and if asked small in width and depth."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def prepare_job(preparation: Preparation) -> Job:
 
     def model() -> nn.Module:
         made = shrunk(job.model) if preparation.shrink else job.model()
-        if not preparation.dropout:
+        if not preparation.dropout and job.masks == "drawn":
             for module, name in dropouts(made):
                 setattr(module, name, 0.0)
         return made

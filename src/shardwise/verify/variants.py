@@ -61,4 +61,7 @@ def _take(whole: MicroBatch, order: list[int]) -> MicroBatch:
     def take(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[index] if tensor.ndim and tensor.shape[0] == whole.filled else tensor
 
-    return MicroBatch(map_tensors(take, whole.batch), len(order), len(order))
+    places = whole.places
+    if places is not None:
+        places = msgspec.structs.replace(places, indices=[places.indices[row] for row in order])
+    return MicroBatch(map_tensors(take, whole.batch), len(order), len(order), places)

@@ -29,12 +29,13 @@ from shardwise.verify.variants import Variant
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from shardwise.job import JobReference
+    from shardwise.job import Job, JobReference
+    from shardwise.job.job import Masks
     from shardwise.plan import Plan
     from shardwise.verify.capture import Traced
 
 _MEASURES = {"fp64": "every value equal to 1e-09 in fp64", "fp32": "every value within 4 noise floors in fp32"}
-_NOTES = ("every dropout is set to 0",)
+_NOTES = {"drawn": "every dropout is set to 0", "keyed": "dropout is on: its masks are keyed"}
 
 
 def verify(
@@ -60,7 +61,7 @@ def verify(
         choose_kills("", steps)  # refuses too few steps
     preload()
     # In a fork: a job file may run tensor operations when it is loaded, and this process must stay fit to be forked.
-    batch_size: int = run_forked(lambda _: load_job(reference).batch_size, 1, timeout_s=timeout_s)[0]
+    batch_size, masks = run_forked(lambda _: _facts(load_job(reference)), 1, timeout_s=timeout_s)[0]
     names = all_plans(nproc) if plans is None else list(plans)
     if plans is not None:
         for name in names:  # before any process starts
@@ -86,9 +87,13 @@ def verify(
         steps=steps,
         precision=precision,
         beside="a run that nobody stopped" if resume else "one process",
-        notes=_NOTES,
+        notes=(_NOTES[masks],),
         verdicts=tuple(verdicts),
     )
+
+
+def _facts(job: Job) -> tuple[int, Masks]:
+    return job.batch_size, job.masks
 
 
 def _judge(bench: Bench, name: str, nproc: int, precision: Exact, *, resumed_as: Sequence[str] | None) -> PlanVerdict:
@@ -148,7 +153,7 @@ def _judge_by_value(bench: Bench, name: str, plan: Plan, precision: Exact) -> Pl
 
 
 def _mask_findings(bench: Bench, plan: Plan) -> list[Finding]:
-    """Look at dropout masks, which are off while numbers are compared, where ranks share one activation."""
+    """Look at drawn dropout masks, which are off while numbers are compared, where ranks share one activation."""
     if plan.layout.tp == 1:
         return []
     masks = on_ranks(
