@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.prove
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ("accelerate", "lightning")

@@ -80,7 +80,7 @@ def results(done):
     return {each["drill"]: each for each in json.loads(done.stdout)["drills"]}
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 def test_a_killed_rank_passes_and_a_frozen_one_that_nobody_looks_for_fails(folder):
     done = drill(
         folder, "--drill", "kill", "--drill", "freeze", "--hang-after", "0", "--steps", "10", "--json", "job.py"

@@ -128,7 +128,7 @@ def test_ddp_benchmark_measures_powers_of_two_and_the_whole_world(monkeypatch):
     assert [world_sizes(most) for most in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 def test_train_byt5_ddp_meets_over_c10d():
     line = on_this_machine(command(CHAPTER, "--rdzv_backend=c10d", "train_byt5_ddp.py"), free_port())
     node = f"{line} --steps 4 --report 4"

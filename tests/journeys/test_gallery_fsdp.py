@@ -52,7 +52,7 @@ def test_fsdp_transformer_trains_as_a_job(tmp_path):
     assert losses(output)[-1] < losses(output)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 def test_fsdp_checkpoint_goes_on_with_another_number_of_processes(tmp_path, launched):
     lines = launched(line for line in CHAPTER.commands("fsdp_checkpoint.py") if "--measure" not in line)
     save, resume, asynchronous, full, own, own_resumed = (CHAPTER.run(line, tmp_path) for line in lines)

@@ -46,8 +46,7 @@ def recompute_block(block: nn.Module, *, selective: bool) -> None:
 def _contexts(norms: list[BatchNorm], dropouts: list[KeyedDropout], *, selective: bool) -> Contexts:
     """Return what surrounds forward, and what surrounds its repetition; called when forward begins."""
     first, again = create_selective_checkpoint_contexts(_policy) if selective else (nullcontext(), nullcontext())
-    if not norms and not dropouts:
-        return first, again
+    # Wrapped even when there is nothing to put back: what `again` keeps is let go when it ends, not with the graph.
     return first, _repeating(again, norms, same_masks([(each, each.keys, each.calls) for each in dropouts]))
 
 
