@@ -113,9 +113,9 @@ class FlightThread:
         for number, now in stuck.items():
             mine = [entry for entry in entries if str(entry["pg_id"]) == number and not entry["retired"]]
             oldest = min(mine, key=lambda entry: entry["collective_seq_id"], default=None)
-            if oldest is not None:
-                self._write(number, now, self._pending(oldest))
-                self._reported[number] = now[1]
+            # None where all are done after all: gloo's threads end out of order, and the last to tell is counted.
+            self._write(number, now, self._pending(oldest) if oldest is not None else (0, 0, 0, 0))
+            self._reported[number] = now[1]
 
     def _pending(self, entry: dict[str, Any]) -> tuple[int, int, int, int]:
         shapes = [
