@@ -2,11 +2,12 @@
 
 import pytest
 
+from shardwise.run.rank_words import rank_spans
 from shardwise.run.recorder import Mark
 from shardwise.watch.folded import fold_ranks
 from shardwise.watch.ranks import Ranks, lag_s
 from shardwise.watch.status import RankStatus
-from shardwise.watch.words import byte_words, rank_words, time_words
+from shardwise.watch.words import byte_words, time_words
 from watch.synthetic import empty_run, record
 
 LEADER = [
@@ -65,7 +66,7 @@ def test_ranks_that_do_not_fit_are_folded_with_the_worst_first():
     ranks[5] = status(5, state="failed", words="SIGKILL")
     rows = fold_ranks(ranks, room=10)
     assert [row.ranks for row in rows[:3]] == [(5,), (40,), (13,)]
-    assert rank_words(rows[3].ranks) == "0-4, 6-12, 14-39, 41-63"
+    assert rank_spans(rows[3].ranks) == "0-4, 6-12, 14-39, 41-63"
     assert (rows[3].host, rows[3].memory_bytes) == ("8 hosts", 63.0)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.doctor.places import ranks_words, short
+from shardwise.doctor.places import short
 from shardwise.doctor.stacks import DATA, Activity
 from shardwise.run.call_reader import Call  # noqa: TC001 - read at run time by msgspec
 from shardwise.run.calls import MEETINGS, GroupKey
+from shardwise.run.rank_words import name_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -166,7 +167,7 @@ def _waiting_words(waiting: Sequence[tuple[int, Wait]]) -> list[str]:
     for rank, wait in waiting:
         places.setdefault((wait.call.what.name, wait.call.site), []).append((rank, wait))
     return [
-        f"{ranks_words([rank for rank, _ in here])} {'waits' if len(here) == 1 else 'wait'} in"
+        f"{name_ranks([rank for rank, _ in here])} {'waits' if len(here) == 1 else 'wait'} in"
         f" {call_words(here[0][1].call)} for {max(wait.for_s for _, wait in here):.0f} s"
         for here in places.values()
     ]
@@ -193,7 +194,7 @@ def describe_ends(ranks: Sequence[RankStatus]) -> str:
 
 
 def _group(group: GroupKey) -> str:
-    return f" of {ranks_words(list(group.members))}"
+    return f" of {name_ranks(list(group.members))}"
 
 
 def _missing_words(status: RankStatus) -> str:

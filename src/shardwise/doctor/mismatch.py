@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from shardwise.doctor.hang import call_words
 from shardwise.doctor.order import describe_order
-from shardwise.doctor.places import ranks_words
 from shardwise.run.call_reader import UNKNOWN
+from shardwise.run.rank_words import name_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -90,7 +90,7 @@ def _describe(there: dict[int, Call]) -> str:
     for rank, call in sorted(there.items()):
         kinds.setdefault((call.what.name, call.what.match), []).append(rank)
     order = sorted(kinds.values(), key=lambda ranks: -len(ranks))
-    parts = [f"{ranks_words(ranks)}: {call_words(there[ranks[0]])}" for ranks in order]
+    parts = [f"{name_ranks(ranks)}: {call_words(there[ranks[0]])}" for ranks in order]
     what = _aspects([there[ranks[0]] for ranks in order])
     return f"ranks differ in {what} at the same call: {'; '.join(parts)}"
 

@@ -11,9 +11,9 @@ from shardwise.doctor.check import Verdict, fail, ok, warn
 from shardwise.doctor.guard import GOES_ON
 from shardwise.doctor.hang import decide
 from shardwise.doctor.nccl_log import effects
-from shardwise.doctor.places import ranks_words
 from shardwise.doctor.run_cause import check_cause, kind_of_end, state_of
 from shardwise.doctor.run_nccl_log import check_transports
+from shardwise.run.rank_words import name_ranks
 from shardwise.run.recorder import PHASES
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def check_going(facts: RunFacts) -> list[Verdict]:
     elif behind and age_s > STUCK_S:
         marks = facts.marks
         place = f"{marks[behind[0]].phase} of step {marks[behind[0]].step}"
-        fact = f"{ranks_words(behind)} lags: still in {place}, and nobody has got on for {age_s:.0f} s"
+        fact = f"{name_ranks(behind)} lags: still in {place}, and nobody has got on for {age_s:.0f} s"
         found.append(warn("hang", fact, f"see what it does: py-spy dump on its host, {facts.path}/logs"))
     else:
         found.append(ok("going on", f"the last sign of life is {age_s:.0f} s old"))
@@ -173,7 +173,7 @@ def _exit(fields: Mapping[str, Any]) -> str:
 
 
 def _attempt(fields: Mapping[str, Any]) -> str:
-    ranks = ranks_words([int(rank) for rank in fields["ranks"]])
+    ranks = name_ranks([int(rank) for rank in fields["ranks"]])
     again = f", restart {fields['number']}" if fields["number"] else ""
     return f"{ranks} started on {fields['host']}: {fields['target']}{again}"
 
@@ -228,7 +228,7 @@ def _phases(marks: Mapping[int, Mark], now: float) -> str:
     parts = []
     for (step, phase), ranks in sorted(places.items()):
         since_s = now - max(marks[rank].at for rank in ranks)
-        parts.append(f"{ranks_words(ranks)} in {PHASES[phase]} of step {step} for {since_s:.0f} s")
+        parts.append(f"{name_ranks(ranks)} in {PHASES[phase]} of step {step} for {since_s:.0f} s")
     return "; ".join(parts)
 
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Literal
 
 from shardwise.doctor.check import Verdict, fail, ok, warn
 from shardwise.doctor.hang import describe_ends
-from shardwise.doctor.places import ranks_words, short
+from shardwise.doctor.places import short
 from shardwise.launch.policy import RankExit, root_cause
 from shardwise.run.exitcodes import BAD_INPUT, PREEMPTED, describe_exit
 from shardwise.run.known_errors import translate
+from shardwise.run.rank_words import name_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,7 +106,7 @@ def check_cause(facts: RunFacts) -> list[Verdict]:
     then = [rank for rank in facts.failures if rank != cause.rank]
     if then:
         found.append(
-            ok("ranks", f"{ranks_words(then)} failed after it: {_why_too(cause, [facts.failures[n] for n in then])}")
+            ok("ranks", f"{name_ranks(then)} failed after it: {_why_too(cause, [facts.failures[n] for n in then])}")
         )
     return found
 

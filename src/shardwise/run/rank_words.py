@@ -11,7 +11,12 @@ if TYPE_CHECKING:
 def name_ranks(ranks: Iterable[int]) -> str:
     """Return "rank 3", "ranks 0-2" or "ranks 0-2, 5"."""
     members = set(ranks)
+    return f"{'rank' if len(members) == 1 else 'ranks'} {rank_spans(members)}"
+
+
+def rank_spans(ranks: Iterable[int]) -> str:
+    """Return ranks as ranges: 0-12, 14-63."""
+    members = set(ranks)
     starts = sorted(rank for rank in members if rank - 1 not in members)
     ends = sorted(rank for rank in members if rank + 1 not in members)
-    spans = (str(low) if low == high else f"{low}-{high}" for low, high in zip(starts, ends, strict=True))
-    return f"{'rank' if len(members) == 1 else 'ranks'} {', '.join(spans)}"
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in zip(starts, ends, strict=True))

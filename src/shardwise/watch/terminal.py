@@ -14,9 +14,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.run.rank_words import rank_spans
 from shardwise.watch.drawing import bounds, draw_curve
 from shardwise.watch.folded import fold_ranks
-from shardwise.watch.words import byte_words, count_words, number_words, rank_words, time_words
+from shardwise.watch.words import byte_words, count_words, number_words, time_words
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -162,7 +163,7 @@ def _ranks(alike: list[Alike], status: RunStatus) -> Table:
         worst = same.worst
         since = worst.since is not None and worst.state == "running"
         table.add_row(
-            rank_words(same.ranks) if same.ranks else same.words,
+            rank_spans(same.ranks) if same.ranks else same.words,
             same.host,
             same.device,
             worst.phase or "-",

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _TIMES = ((86400.0, "d", 3600.0, "h"), (3600.0, "h", 60.0, "min"), (60.0, "min", 1.0, "s"))
 
@@ -39,14 +34,3 @@ def time_words(seconds: float | None) -> str:
         if seconds >= large:
             return f"{int(seconds // large)} {large_name} {int(seconds % large // small)} {small_name}"
     return f"{seconds:.1f} s" if seconds >= 1 else f"{max(0.0, seconds) * 1000:.0f} ms"
-
-
-def rank_words(ranks: Iterable[int]) -> str:
-    """Ranks as ranges: 0-12, 14-63."""
-    ranges: list[list[int]] = []
-    for rank in sorted(ranks):
-        if ranges and rank == ranges[-1][1] + 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)

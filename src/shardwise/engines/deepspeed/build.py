@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.engines.deepspeed.config import deepspeed_config, zero_stage
+from shardwise.engines.deepspeed.config import deepspeed_config
 from shardwise.engines.deepspeed.elementwise import require_elementwise
 from shardwise.engines.deepspeed.holding import Holding, Ranks
 from shardwise.engines.deepspeed.library import load_deepspeed
@@ -22,6 +22,7 @@ from shardwise.parallel.norm import GradNorm
 from shardwise.parallel.optimizer import Optimized
 from shardwise.parallel.sharded import LOWER
 from shardwise.parallel.weights import fill_buffers, fill_parameters
+from shardwise.plan.cost.deepspeed import deepspeed_stage
 from shardwise.step.step import Autocast, StepParts
 
 if TYPE_CHECKING:
@@ -52,9 +53,9 @@ def build_deepspeed_step(
     _fill(module, blueprint, place, _cutter(deepspeed, module, plan, config))
     named = list(module.named_parameters())
     optimizer, groups = _make_optimizer(job, named, shapes, place.device)
-    require_elementwise(optimizer, zero_stage(plan))
+    require_elementwise(optimizer, deepspeed_stage(plan))
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
-    if not zero_stage(plan):
+    if not deepspeed_stage(plan):
         # Below fp32 it has moved the optimizer once by a gradient of zeros: all its counts would be one ahead.
         engine.basic_optimizer.state.clear()
 
@@ -62,11 +63,11 @@ def build_deepspeed_step(
     holding = Holding(find_pieces(engine, place.rank), named, shapes, ranks)
     if low is not None and blueprint.weights is not None:
         holding.start_from(blueprint.weights, [spec for unit in blueprint.units for spec in unit.parameters])
-    plain = low is None and zero_stage(plan) < 3
+    plain = low is None and deepspeed_stage(plan) < 3
     update = EngineUpdate(engine, _own_norm(engine, named, plan, place) if low is None else None, place.device)
 
     def refresh() -> None:
-        if plain and zero_stage(plan):
+        if plain and deepspeed_stage(plan):
             engine.optimizer.refresh_fp32_params()
         holding.take()
         update.refresh()
@@ -122,7 +123,7 @@ def _fill(module: nn.Module, blueprint: Blueprint, place: Place, cut: Callable[[
 
 def _cutter(deepspeed: Any, module: nn.Module, plan: Plan, config: dict[str, Any]) -> Callable[[nn.Module], Any] | None:
     """Return what cuts the parameters of a part that are not cut yet; None where they stay whole."""
-    if zero_stage(plan) != 3:
+    if deepspeed_stage(plan) != 3:
         return None
     low = LOWER.get(plan.precision.compute)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import PlanError
+from shardwise.plan.cost.deepspeed import deepspeed_stage
 
 if TYPE_CHECKING:
     from shardwise.plan.plan import DType, Plan
@@ -95,16 +96,9 @@ def left_out(plan: Plan) -> tuple[str, ...]:
     ]
     if plan.recompute == "selective":
         found.append("recompute = 'selective'")
-    if plan.communication.prefetch != default.communication.prefetch and zero_stage(plan) != 3:
+    if plan.communication.prefetch != default.communication.prefetch and deepspeed_stage(plan) != 3:
         found.append(f"communication.prefetch = {plan.communication.prefetch}")
     return tuple(f"{each}: DeepSpeed's JSON has no word for it" for each in found)
-
-
-def zero_stage(plan: Plan) -> int:
-    """Return DeepSpeed's stage: the plan's, and on one rank, where a stage cuts nothing, the one that can offload."""
-    if plan.layout.world_size > 1 or plan.offload.parameters == plan.offload.optimizer == "none":
-        return plan.zero
-    return 3 if plan.offload.parameters != "none" else 1
 
 
 def bucket_elements(bucket_mb: float, dtype: DType) -> int:
@@ -118,7 +112,7 @@ def bucket_megabytes(elements: int, dtype: DType) -> float:
 
 
 def _zero(plan: Plan, nvme_path: str | None) -> dict[str, Any]:
-    stage = zero_stage(plan)
+    stage = deepspeed_stage(plan)
     elements = bucket_elements(plan.communication.bucket_mb, plan.precision.reduce)
     section: dict[str, Any] = {
         "stage": stage,
@@ -147,4 +141,4 @@ def _accumulates_apart(plan: Plan) -> bool:
 
     Only stages 2 and 3 are told so: stage 0 refuses it, and stage 1 in bf16 would take another optimizer.
     """
-    return plan.accumulation > 1 and zero_stage(plan) >= 2 and plan.precision.compute != plan.precision.reduce
+    return plan.accumulation > 1 and deepspeed_stage(plan) >= 2 and plan.precision.compute != plan.precision.reduce
