@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shardwise.bench.comm.compare import read_earlier
 from shardwise.bench.comm.spec import CommSpec
+from shardwise.bench.comm.support import _cases
 from shardwise.bench.comm.sweep import sweep
 from shardwise.cli.main import main
 from shardwise.errors import InputError
@@ -179,3 +180,10 @@ def test_bad_input_is_one_sentence_and_exit_code_two(arguments, words, capsys):
     said = capsys.readouterr().err
     assert words in said
     assert said.count("\n") == 1
+
+
+def test_the_barrier_is_used_before_operations_that_may_be_refused():
+    """gloo's barrier can raise the error of an operation refused just before, on one rank alone."""
+    names = [name for name, _, _ in _cases(CommSpec(collectives=("all_reduce", "barrier", "reduce")))]
+    assert names[0] == "barrier"
+    assert set(names) == {"all_reduce", "barrier", "reduce"}

@@ -53,7 +53,8 @@ def check_all(spec: CommSpec, world: World, store: Store) -> list[Check]:
 def _cases(spec: CommSpec) -> Iterable[tuple[str, str, str]]:
     dtypes = dict.fromkeys((*spec.dtypes, *spec.checked_dtypes))
     operations = dict.fromkeys((*spec.operations, *spec.checked_operations))
-    # gloo's barrier waits for all that was begun before it: it comes before operations that are refused half-way.
+    # gloo's barrier raises the error of an operation just refused if that is not cleared away yet, on this rank alone,
+    # and the others wait in it for ever: it comes before them.
     for name in sorted(spec.collectives, key=lambda name: name != "barrier"):
         kind = KINDS[name]
         yield from product((name,), operations if kind.reduces else ("",), dtypes if kind.traffic != "none" else ("",))
