@@ -41,9 +41,11 @@ bench: $(BENCH)  ## side-by-side runs against peers, each in its own environment
 	.venv-bench/bin/python benchmarks/launch.py
 	.venv-bench/bin/python benchmarks/comm.py
 	.venv-bench/bin/python benchmarks/watching.py
+	.venv-bench/bin/python benchmarks/low_communication.py
 	.venv-bench/bin/python benchmarks/checkpoint.py
 	.venv-bench/bin/python benchmarks/strategies_memory.py
 	.venv-bench/bin/python benchmarks/step.py
+	.venv-bench/bin/python benchmarks/optimizers.py
 	.venv-bench/bin/python benchmarks/deepspeed.py
 	.venv-bench/bin/python benchmarks/plan_memory.py
 	.venv-bench/bin/python benchmarks/plan_time.py

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from shardwise.data import datasets as datasets
     from shardwise.errors import ShardwiseError as ShardwiseError
     from shardwise.job import Job as Job
+    from shardwise.job import Lora as Lora
     from shardwise.job import Loss as Loss
     from shardwise.job import Metric as Metric
     from shardwise.job import losses as losses
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "Job": ("shardwise.job", "Job"),
     "Layout": ("shardwise.layout", "Layout"),
+    "Lora": ("shardwise.job", "Lora"),
     "Loss": ("shardwise.job", "Loss"),
     "Metric": ("shardwise.job", "Metric"),
     "Plan": ("shardwise.plan", "Plan"),

@@ -174,7 +174,7 @@ def test_tied_weights_stay_one_memory_in_a_torch_file(own, tmp_path):
     assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"peft"}))  # which takes adapters only
 def test_a_damaged_source_leaves_nothing_behind(own, tmp_path, kind):
     shard = own / "rank-00000.safetensors"
     data = bytearray(shard.read_bytes())

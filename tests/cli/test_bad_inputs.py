@@ -65,7 +65,7 @@ QUICK = {
     "job that raises on import": (["raises.py"], "ZeroDivisionError at line 2"),
     "job with a syntax error": (["syntax.py"], "SyntaxError at line 1"),
     "unknown preset": (["job.py", "--plan", "fspd"], "'fsdp'"),
-    "axis that is not built": (["job.py", "--nproc", "2", "--plan", "cp"], "not built yet"),
+    "sequences cut under a loss by sample": (["job.py", "--nproc", "2", "--plan", "cp"], "counts samples, not tokens"),
     "unknown precision": (["job.py", "--set", "precision.compute=bf61"], "bf16"),
     "plan file that is not there": (["job.py", "--plan", "none.toml"], "cannot be read"),
     "plan file with a typo": (["job.py", "--plan", "typo.toml"], "micro_batch"),

@@ -34,10 +34,12 @@ SURFACE = {
         "--nproc/--nproc-per-node",
         "--precision",
         "--resume",
+        "--propose-rules",
         "--shrink",
         "--set",
         "--json",
         "--markdown",
+        "--out",
     ],
     "launch": [
         "--nproc-per-node/--nproc",
@@ -219,6 +221,7 @@ SURFACE = {
 PUBLIC = [
     "Job",
     "Layout",
+    "Lora",
     "Loss",
     "Metric",
     "Plan",

@@ -34,7 +34,7 @@ def make(**changes):
         ({"loss": torch.nn.functional.cross_entropy}, "sw.losses.cross_entropy"),
         ({"clip_norm": math.inf}, "clip_norm"),
         ({"metrics": {"accuracy": 1}}, "accuracy"),
-        ({"lora": object()}, "not built yet"),
+        ({"lora": object()}, r"sw\.Lora"),
         ({"seed": -1}, "seed"),
     ],
 )

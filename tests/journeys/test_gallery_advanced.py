@@ -6,7 +6,9 @@ import re
 import pytest
 import torch
 
+import shardwise as sw
 from journeys.gallery import EXAMPLES, Chapter
+from shardwise.run import RunDirectory
 from shardwise.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
@@ -63,6 +65,27 @@ def test_communication_overlap_prints_every_way_and_gain(tmp_path, launched):
         assert len(re.findall(r"ms saved, [+-]\d+%", output)) == 6
 
 
+def test_peft_gives_the_logits_that_the_merged_weights_give(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lora = script("lora_finetune")
+
+    def body(world):
+        plan = sw.Plan.preset("fsdp", world.size, batch_size=lora.job.batch_size)
+        sw.train(lora.job, plan, world, run=RunDirectory(tmp_path), show_progress=False)
+
+    run_ranks(body, 2)
+    assert lora.compare(tmp_path) < 1e-5
+    assert float(re.search(r"move logits by up to (\S+)", capsys.readouterr().out)[1]) > 0.05
+
+
+@pytest.mark.prove
+def test_adapters_of_a_training_are_given_to_peft(tmp_path):
+    train, compare = CHAPTER.commands("lora_finetune.py")
+    assert "parameters are trained, the others frozen" in CHAPTER.run(train, tmp_path)
+    output = CHAPTER.run(compare, tmp_path)
+    assert float(re.search(r"differ by (\S+)", output)[1]) < 1e-5
+
+
 def test_every_way_of_communicating_gives_the_same_gradients(script):
     overlap = script("communication_overlap")
 
@@ -94,4 +117,4 @@ def whole(gradient):
 
 def test_every_command_of_the_readme_is_run_here():
     scripts = [word for line in CHAPTER.commands() for word in line.split() if word.endswith(".py")]
-    assert [scripts.count(name) for name in sorted(set(scripts))] == [2, 2, 5]
+    assert [scripts.count(name) for name in sorted(set(scripts))] == [2, 2, 5, 2]

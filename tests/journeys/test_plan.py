@@ -38,6 +38,7 @@ MATRIX = {
     "LLaMA-7B, 8 GPUs of 80 GB: zero3": (["llama-7b", "--cluster", "8xH100"], {"zero2", "zero3"}),
     "LLaMA-70B, 64 GPUs: sharded or 3D": (["llama-70b", "--cluster", "64xH100"], {"zero3", "hsdp", "3d"}),
     "LLaMA-70B, 8 GPUs: offload": (["llama-70b", "--cluster", "8xH100"], {"offload"}),
+    "Long samples, 8 GPUs: context parallel": (["llama3-8b", "--cluster", "8xH100", "--length", "131072"], {"cp"}),
     "Fine-tuning LLaMA-70B, 8 GPUs: fsdp + LoRA": (["llama-70b", "--cluster", "8xH100", "--lora", "16"], {"zero3"}),
 }
 
@@ -143,6 +144,12 @@ def test_negative_memory_gets_one_sentence(capfd, tmp_path):
     )
     assert main(["plan", "llama-7b", "--cluster", "4xodd", "--catalogue", str(path)]) == 2
     assert "memory" in capfd.readouterr().err
+
+
+def test_adapters_beside_convolutions_are_refused_in_one_sentence(capfd):
+    assert main(["plan", "resnet-50", "--cluster", "8xH100", "--lora", "16"]) == 2
+    (line,) = capfd.readouterr().err.strip().splitlines()
+    assert "adapters go beside linear modules, and resnet-50 has convolutions" in line
 
 
 def test_what_would_fit_is_named_and_does(capfd):

@@ -48,3 +48,16 @@ def test_malformed_layouts_are_refused_with_the_fix(text, word):
 def test_rank_outside_the_layout_is_refused():
     with pytest.raises(LayoutError, match="0 to 3"):
         Layout(shard=4).coordinate(4)
+
+
+def test_ranks_that_share_sequences_are_shards_of_the_parameters():
+    layout = Layout(replicate=2, shard=2, cp=2, tp=2)
+    assert str(layout.folded) == "replicate2.shard4.tp2"
+    assert layout.folded.groups("shard") == layout.groups("shard", "cp")
+
+
+def test_every_slice_of_tokens_draws_and_tells_by_itself():
+    layout = Layout(shard=2, cp=2, tp=2)
+    assert [layout.draw_index(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [layout.data_index(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [layout.tells_loss(rank) for rank in range(8)] == [True, False] * 4

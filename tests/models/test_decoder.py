@@ -115,9 +115,9 @@ def test_double_model_is_accurate_to_double_precision(name):
 
 def test_rotary_positions_are_exact_in_double_and_not_blurred_in_bf16():
     config = SIZES["llama-tiny"]
-    sin = rotary_tables(config, 100, torch.empty(1, dtype=torch.float64))[1]
+    sin = rotary_tables(config, torch.arange(100), torch.empty(1, dtype=torch.float64))[1]
     assert sin[99, 0, 1].item() == pytest.approx(math.sin(99 * 10_000 ** (-1 / 8)), rel=1e-13)
-    assert rotary_tables(config, 100, torch.empty(1, dtype=torch.bfloat16))[1].dtype == torch.float32
+    assert rotary_tables(config, torch.arange(100), torch.empty(1, dtype=torch.bfloat16))[1].dtype == torch.float32
 
 
 def test_bf16_model_gives_bf16_logits_near_those_of_fp32():

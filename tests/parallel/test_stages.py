@@ -110,6 +110,14 @@ def test_stub_is_still_of_its_class_with_its_plain_attributes():
     assert not list(stub.parameters())
 
 
+def test_stub_shows_its_parts_without_owning_them():
+    (_, second) = halves(nn.Sequential(*(Block() for _ in range(4))), layers="")
+    stub = second.user_module[0]
+    assert stub.inner.weight.shape == (4, 4)
+    assert stub.inner.weight.isnan().all()
+    assert {name.partition(".")[0] for name, _ in second.named_parameters()} == {"2", "3"}
+
+
 def test_training_mode_of_a_stage_is_that_of_the_users_module():
     first, _ = halves(small_decoder().eval())
     assert not first.training

@@ -8,9 +8,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import models
+from shardwise import Lora, models
+from shardwise.parallel.adapters import add_adapters
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.parallel.tensor_random import draws_masks
+from shardwise.parallel.tensor_rules import find_rules
 from shardwise.testing import run_ranks
 
 RULES = {"blocks.*.norm": "sequence", "blocks.*.up": "column", "blocks.*.down": "row"}
@@ -88,6 +90,23 @@ def test_masks_differ_on_a_stream_that_is_cut_by_tokens():
     equal = equal_masks(masks_and_grads(sequence=True))
     assert equal.pop("before")
     assert not any(equal.values())
+
+
+def test_an_adapter_drops_of_its_own_where_a_row_takes_its_part_of_a_whole_input():
+    def body(world):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(64, 4), Watched(0.5))
+        add_adapters(net, Lora(rank=2, targets=("0",), dropout=0.5))
+        net[0].lora_dropout = Watched(0.5)
+        mesh = init_device_mesh("cpu", (world.size,))
+        tensor_parallel(net, mesh, find_rules(net, {"0": "row_split"}), sequence=False).to_empty(device="cpu")
+        net(torch.ones(2, 64))
+        return net[0].lora_dropout.dropped[0], net[1].dropped[0]
+
+    (first, first_after), (second, second_after) = run_ranks(body, 2)
+    assert first.shape == second.shape == (2, 32)
+    assert not torch.equal(first, second)
+    assert torch.equal(first_after, second_after)
 
 
 def test_regions_draw_different_masks():

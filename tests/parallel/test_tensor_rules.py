@@ -164,6 +164,12 @@ def test_heads_that_an_attention_module_counts_itself_are_checked():
         check_tensor(net, 2, {"attn.q": "column", "attn.o": "row"})
 
 
+def test_heads_that_a_rule_divides_are_checked_whatever_the_modules_name():
+    net = nn.ModuleDict({"mixing": Attention()})
+    with pytest.raises(PlanError, match=r"tp=2 does not divide mixing\.num_heads, which is 3: use tp 1 or 3"):
+        check_tensor(net, 2, {"mixing": "heads", "mixing.q": "column", "mixing.o": "row"})
+
+
 def test_a_degree_that_does_not_divide_a_width_is_refused():
     with pytest.raises(PlanError, match=r"tp=5 does not divide the 12 outputs of blocks\.0\.up: use tp 2, 3, 4 or 6"):
         check_tensor(Net(), 5, MLP_RULES)

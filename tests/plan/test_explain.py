@@ -5,9 +5,9 @@ import pytest
 from shardwise.errors import PlanError
 from shardwise.hardware.calibration import default_calibration
 from shardwise.hardware.cluster import parse_cluster
+from shardwise.layout import Layout
 from shardwise.plan.choose.batches import usual_batch
 from shardwise.plan.choose.explain import (
-    compile_gain,
     decision_path,
     in_gb,
     in_numbers,
@@ -16,18 +16,19 @@ from shardwise.plan.choose.explain import (
     savings,
     smallest_cluster,
 )
+from shardwise.plan.choose.gains import capture_gain, compile_gain, rounds_gain
 from shardwise.plan.choose.report import answer_data
 from shardwise.plan.choose.search import Question, search
-from shardwise.plan.model.lora import with_lora
+from shardwise.plan.choose.subject import published_subject
+from shardwise.plan.cost.memory import predict_memory
+from shardwise.plan.model.forms import Model
 from shardwise.plan.model.published import published
-from shardwise.plan.model.shape import Model
-from shardwise.plan.plan import Precision
+from shardwise.plan.plan import Plan, Precision
 
 
-def model(name):
-    return Model(
-        plain=published(name, compute="bf16", gathered=False), gathered=published(name, compute="bf16", gathered=True)
-    )
+def model(name, **options):
+    plain, gathered = (published(name, compute="bf16", gathered=gathered, **options) for gathered in (False, True))
+    return Model(plain=plain, gathered=gathered)
 
 
 def asked(name, cluster, batch_size):
@@ -81,6 +82,64 @@ def test_reasons_name_the_chosen_the_slower_and_the_unneeded():
 )
 def test_what_cannot_be_has_its_own_reason(name, cluster, family, words):
     assert words in reason(search(asked(name, cluster, 32)), family)
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "words"),
+    [
+        ("resnet-50", "8xH100", "not known to run on slices"),
+        ("llama-7b", "8xH100", "too short to cut: a slice keeps 4096"),
+        ("llama3-8b", "3xH100", "cut evenly by 2, 4, 8, 16, 32 only"),
+    ],
+)
+def test_sequences_that_are_not_cut_have_their_reason(name, cluster, words):
+    assert words in reason(search(asked(name, cluster, 48)), "cp")
+
+
+def test_cutting_sequences_is_named_where_they_do_not_fit():
+    question = asked(model("llama3-8b", length=131_072), "8xH100", 32)
+    assert "cut sequences by cp 8" in reason(search(question), "zero3")
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (Layout(shard=8), ["cut sequences by cp 8"]),
+        (Layout(shard=2, tp=4), ["cut sequences by cp 2"]),
+        (Layout(pp=2, shard=4), []),
+    ],
+)
+def test_sequences_are_to_be_cut_only_as_far_as_the_rest_of_the_plan_allows(layout, words):
+    question = asked(model("llama3-8b", length=131_072), "8xH100", 32)
+    plan = Plan(layout=layout, zero=3, precision=question.precision)
+    memory = predict_memory(question.model.for_plan(plan), plan)
+    ways = [way.partition(" (-")[0] for way in savings(plan, memory, question)]
+    assert [way for way in ways if way.startswith("cut sequences")] == words
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words"), [("8xH100", "whole ones take"), ("64xH100", "32 samples keep 64 devices busy only if")]
+)
+def test_why_samples_are_cut_is_said(cluster, words):
+    fork = decision_path(search(asked(model("llama3-8b", length=131_072), cluster, 32)))[-2]
+    assert fork.answer.startswith("into ")
+    assert words in fork.because
+
+
+def test_what_capturing_and_rare_meetings_gain_is_said():
+    small = search(asked("gpt2-tiny", "1xH200", 8))
+    assert capture_gain(small) > 0.3
+    assert rounds_gain(small) == 0
+    slow = search(asked("gpt2", "8x1xA100-40GB", 256))
+    assert slow.best.family == "ddp"
+    assert 0 < rounds_gain(slow) < 1
+    assert capture_gain(slow) == 0
+
+
+def test_rare_meetings_are_not_advised_where_batch_norms_meet_in_every_step():
+    slow = search(asked("resnet-50", "8x1xA100-40GB", 256))
+    assert slow.best.plan.layout.replicate == 8
+    assert rounds_gain(slow) == 0
 
 
 def test_a_batch_smaller_than_the_world_is_the_reason():
@@ -144,7 +203,7 @@ def test_data_has_the_numbers_of_the_answer():
 
 def test_adapters_freeze_all_weights_and_need_less_memory():
     whole = asked("llama-70b", "8xH100", 128)
-    tuned = dataclasses.replace(whole, model=with_lora(whole.model, 16))
+    tuned = dataclasses.replace(whole, model=model("llama-70b", lora=16))
     assert search(whole).best.family == "offload"
     assert search(tuned).best.family == "zero3"
     assert {
@@ -154,7 +213,7 @@ def test_adapters_freeze_all_weights_and_need_less_memory():
 
 def test_adapters_of_rank_0_are_refused():
     with pytest.raises(PlanError, match="rank 0"):
-        with_lora(model("llama-7b"), 0)
+        published_subject("llama-7b", parse_cluster("8xH100"), lora=0)
 
 
 @pytest.mark.parametrize(

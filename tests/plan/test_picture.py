@@ -11,8 +11,8 @@ from shardwise.plan.choose.picture import WIDTH, draw
 from shardwise.plan.choose.search import Question, search
 from shardwise.plan.cost.time import TimeModel
 from shardwise.plan.cost.timeline import timeline
+from shardwise.plan.model.forms import Model
 from shardwise.plan.model.published import published
-from shardwise.plan.model.shape import Model
 
 SVG = "{http://www.w3.org/2000/svg}"
 BF16 = Precision(compute="bf16")

@@ -73,7 +73,7 @@ def block_of(config):
     for norm in block.modules():
         if isinstance(norm, nn.RMSNorm):
             norm.forward = lambda x, norm=norm: FusedNorm.apply(x, norm.weight)
-    tables = () if config.family == "gpt2" else rotary_tables(config, LENGTH, torch.empty(0))
+    tables = () if config.family == "gpt2" else rotary_tables(config, torch.arange(LENGTH), torch.empty(0))
     return block, tables
 
 
@@ -163,6 +163,55 @@ def test_a_rank_of_two_holds_half_of_what_is_cut(config):
     measured = measure(lambda x: block(x, tables or None), x, [*block.parameters(), *tables])
     part = decoder_shape("", config, LENGTH, compute="fp32", gathered=False).parts[1]
     assert held_by(part.footprints["none"], tp=2) == pytest.approx(measured, rel=0.01)
+
+
+class Adapted(nn.Module):
+    """A frozen linear module with adapters beside it."""
+
+    def __init__(self, base, rank):
+        super().__init__()
+        self.base = base.requires_grad_(requires_grad=False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x)) * 2.0
+
+
+def adapted_block(config, rank):
+    block, tables = block_of(config)
+    block.requires_grad_(requires_grad=False)
+    for owner, names in ((block.attn, ("qkv", "out")), (block.mlp, ("gate", "up", "down"))):
+        for name in names:
+            if isinstance(getattr(owner, name), nn.Linear):
+                setattr(owner, name, Adapted(getattr(owner, name), rank))
+    return block, tables
+
+
+@FAMILIES
+@POLICIES
+def test_a_block_with_adapters_holds_what_the_module_holds(config, policy):
+    block, tables = adapted_block(config, 4)
+    if policy != "none":
+        recompute_block(block, selective=policy == "selective")
+    x = torch.randn(ROWS, LENGTH, config.width, requires_grad=True)
+    measured = measure(lambda x: block(x, tables or None), x, [*block.parameters(), *tables])
+    part = decoder_shape("", config, LENGTH, compute="fp32", gathered=False, lora=4).parts[1]
+    assert held_by(part.footprints[policy]) == pytest.approx(measured, rel=0.01)
+    assert sum(weight.numel for weight in part.weights if weight.trained) == sum(
+        parameter.numel() for parameter in block.parameters() if parameter.requires_grad
+    )
+
+
+@FAMILIES
+def test_a_block_with_adapters_keeps_under_autocast_what_the_module_keeps(config):
+    block, tables = adapted_block(config, 4)
+    x = torch.randn(ROWS, LENGTH, config.width, requires_grad=True)
+    part = decoder_shape("", config, LENGTH, compute="bf16", gathered=False, lora=4).parts[1]
+    casts = sum(2 * weight.numel for weight in part.weights if weight.cast)
+    forward = torch.autocast("cpu", torch.bfloat16)(lambda x: block(x, tables or None))
+    left, _, _ = measure(forward, x, [*block.parameters(), *tables])
+    assert part.footprints["none"].saved.at(ROWS) + casts == pytest.approx(left, rel=0.01)
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])

@@ -13,8 +13,8 @@ from shardwise.plan.choose.floors import Floors
 from shardwise.plan.choose.search import Candidate, Question, Rejected, anything_fits, choose, search
 from shardwise.plan.cost.memory import predict_memory
 from shardwise.plan.cost.time import TimeModel
+from shardwise.plan.model.forms import Model
 from shardwise.plan.model.published import published
-from shardwise.plan.model.shape import Model
 from shardwise.plan.plan import Plan, Precision
 
 CASES = {
@@ -33,12 +33,11 @@ LARGE = {
 }
 
 
-def asked(case, batch_size, **fields):
+def asked(case, batch_size, length=None, **fields):
     name, _, cluster = case.partition(" on ")
     where = parse_cluster(cluster)
-    model = Model(
-        plain=published(name, compute="bf16", gathered=False), gathered=published(name, compute="bf16", gathered=True)
-    )
+    plain, gathered = (published(name, compute="bf16", gathered=each, length=length) for each in (False, True))
+    model = Model(plain=plain, gathered=gathered)
     return Question(
         model=model,
         cluster=where,
@@ -65,6 +64,14 @@ def test_the_shortcut_finds_what_predicting_everything_finds(case, batch_size):
     assert len(quick.candidates) <= len(whole.candidates)
 
 
+def test_the_shortcut_finds_what_predicting_everything_finds_for_long_samples():
+    question = asked("llama3-8b on 8xA100-40GB", 8, length=32_768)
+    quick = search(question)
+    assert same(quick, search(question, exhaustive=True))
+    assert {"cp", "tp"} <= {candidate.family for candidate in quick.candidates}
+    assert any(candidate.plan.fused_loss for candidate in quick.candidates)
+
+
 @pytest.mark.prove
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("case", "batch_size"), LARGE.items())
@@ -86,14 +93,18 @@ def test_every_candidate_fits_divides_the_batch_and_can_be_applied(case, batch_s
         assert candidate.memory.total <= 0.95 * question.cluster.device.memory_bytes
 
 
-@pytest.mark.parametrize("case", ["gpt2-xl on 4xA100-40GB", "llama-7b on 8xA100-40GB"])
-def test_floors_are_never_above_predictions(case):
-    question = asked(case, 32)
+@pytest.mark.parametrize(
+    ("case", "batch_size", "length"),
+    [("gpt2-xl on 4xA100-40GB", 32, None), ("llama-7b on 8xA100-40GB", 32, None), ("llama3-8b on 8xH100", 8, 32_768)],
+)
+def test_floors_are_never_above_predictions(case, batch_size, length):
+    question = asked(case, batch_size, length)
     times = TimeModel(question.cluster, question.calibration)
     floors, base, checked = Floors(question, times), Plan(precision=question.precision), 0
-    everything = groups(question.model.plain, question.cluster.num_devices, question.cluster.devices_per_node, 32)
+    cluster = question.cluster
+    everything = groups(question.model.plain, cluster.num_devices, cluster.devices_per_node, batch_size)
     for group in itertools.islice(everything, 0, None, 2):
-        for variant in variants(group):
+        for variant in [form._replace(fused_loss=fused) for form in variants(group) for fused in (False, True)]:
             plan = make_plan(base, group, variant)
             shape = question.model.for_plan(plan)
             assert floors.memory(group, variant) <= predict_memory(shape, plan).total
@@ -154,6 +165,37 @@ def test_different_plans_differ_in_simplicity():
     answer = search(asked("llama-7b on 8xA100-40GB", 16), exhaustive=True)
     keys = [simplicity(candidate.plan) for candidate in answer.candidates]
     assert len(set(keys)) == len(keys) > 100
+
+
+def test_long_samples_fit_where_their_tokens_are_cut():
+    """8 GPUs of 80 GB hold no plan for 131,072 tokens that leaves them whole but by cutting matrices."""
+    answer = search(asked("llama3-8b on 8xH100", 32, length=131_072))
+    assert answer.best.family == "cp"
+    assert all(isinstance(answer.families[name], Rejected) for name in ("ddp", "zero1", "zero2", "zero3", "hsdp", "pp"))
+
+
+def test_more_devices_than_samples_are_used_by_cutting_tokens():
+    answer = search(asked("llama3-8b on 64xH100", 32, length=131_072))
+    assert answer.best.plan.layout.cp > 1
+    assert answer.best.plan.batch_size == 32
+
+
+def test_logits_are_fused_where_that_makes_room_and_left_alone_where_they_are_small():
+    large, small = search(asked("llama3-8b on 8xA100-40GB", 64)), search(asked("resnet-50 on 8xA100-80GB", 256))
+    assert any(candidate.plan.fused_loss for candidate in large.candidates)
+    assert not any(candidate.plan.fused_loss for candidate in small.candidates)
+    refused = asked("llama3-8b on 8xA100-40GB", 64)
+    refused = dataclasses.replace(
+        refused,
+        model=Model(
+            plain=dataclasses.replace(refused.model.plain, head=None),
+            gathered=dataclasses.replace(refused.model.gathered, head=None),
+        ),
+    )
+    assert not any(candidate.plan.fused_loss for candidate in search(refused).candidates)
+    whole, fused = search(refused).families["zero3"], large.families["zero3"]
+    assert fused.time.seconds < whole.time.seconds
+    assert fused.plan.micro_batch > whole.plan.micro_batch
 
 
 def test_families_are_named_by_what_is_cut():

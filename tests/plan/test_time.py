@@ -7,14 +7,14 @@ from shardwise.hardware.cluster import parse_cluster
 from shardwise.layout import Layout
 from shardwise.plan import Plan, Precision
 from shardwise.plan.cost.compute import Assumptions
+from shardwise.plan.cost.memory import predict_memory
 from shardwise.plan.cost.passes import Unit, backward_tasks, bucket_reduces, forward_tasks, run_pass
 from shardwise.plan.cost.time import predict_time
 from shardwise.plan.model.decoder_parts import decoder_shape
-from shardwise.plan.model.lora import with_lora
+from shardwise.plan.model.forms import Model
 from shardwise.plan.model.published import published
-from shardwise.plan.model.shape import Model
 from shardwise.plan.model.sizes import SIZES, DecoderConfig
-from shardwise.plan.plan import Offload
+from shardwise.plan.plan import Communication, Offload
 
 BF16 = Precision(compute="bf16")
 BILLION = DecoderConfig(
@@ -29,10 +29,9 @@ BILLION = DecoderConfig(
 )
 
 
-def model(name="llama-7b"):
-    return Model(
-        plain=published(name, compute="bf16", gathered=False), gathered=published(name, compute="bf16", gathered=True)
-    )
+def model(name="llama-7b", **options):
+    plain, gathered = (published(name, compute="bf16", gathered=gathered, **options) for gathered in (False, True))
+    return Model(plain=plain, gathered=gathered)
 
 
 def time_of(cluster="8xH100", name="llama-7b", assumptions=None, **fields):
@@ -174,15 +173,70 @@ def test_offload_pays_for_the_way_to_the_host():
 
 
 def test_adapters_make_backward_and_update_cheaper():
-    whole = model()
     plan = Plan(precision=BF16, micro_batch=1, **FSDP)
     where = parse_cluster("8xH100")
     times = [
         predict_time(each.for_plan(plan), plan, where, default_calibration(where.node))
-        for each in (whole, with_lora(whole, 16))
+        for each in (model(), model(lora=16))
     ]
     assert times[1].parts["update"] < 0.05 * times[0].parts["update"]
     assert 0.6 < times[1].parts["matmul"] / times[0].parts["matmul"] < 0.8
+
+
+def test_slices_wait_for_each_other_around_attention():
+    near = time_of(name="llama3-8b", layout=Layout(cp=8), zero=3)
+    far = time_of("8x1xH100", name="llama3-8b", layout=Layout(cp=8), zero=3)
+    whole = time_of(name="llama3-8b", **FSDP)
+    assert "context" not in whole.parts
+    assert 0 < near.parts["context"] < far.parts["context"] / 3
+    # One sample on eight devices instead of eight: each has an eighth of the products.
+    assert near.parts["matmul"] == pytest.approx(whole.parts["matmul"] / 8, rel=0.3)
+    assert near.mfu == pytest.approx(whole.mfu * whole.seconds / near.seconds / 8)
+
+
+def test_a_fused_loss_takes_about_as_long():
+    plain, fused = (time_of(name="llama3-8b", micro_batch=4, fused_loss=fused, **FSDP) for fused in (False, True))
+    assert fused.seconds == pytest.approx(plain.seconds, rel=0.02)
+
+
+def test_a_fused_loss_does_not_gather_the_logits_of_cut_words():
+    plain, fused = (time_of(layout=Layout(tp=8), fused_loss=fused) for fused in (False, True))
+    assert fused.parts["tensor"] < plain.parts["tensor"]
+
+
+def test_a_captured_step_waits_for_no_launches():
+    eager, captured = (time_of("1xH200", "gpt2-tiny", layout=Layout(), capture=capture) for capture in ("none", "step"))
+    assert "launch" not in captured.parts
+    assert eager.seconds - captured.seconds == pytest.approx(eager.parts["launch"])
+
+
+def test_replicas_that_meet_less_often_send_less():
+    each, seldom = (
+        time_of("8x1xH100", layout=Layout(replicate=8), communication=Communication(sync_every=every))
+        for every in (1, 25)
+    )
+    assert seldom.parts["meet"] < each.parts["reduce"] / 10
+    assert "reduce" not in seldom.parts
+
+
+def test_replicas_on_their_own_hold_an_anchor_and_a_momentum():
+    plans = [
+        Plan(precision=BF16, layout=Layout(replicate=8), communication=Communication(sync_every=n)) for n in (1, 9)
+    ]
+    each, seldom = (predict_memory(model().plain, plan).at_peak for plan in plans)
+    assert seldom["anchor and momentum"] == 2 * seldom["parameters"]
+    assert "anchor and momentum" not in each
+
+
+def test_a_graph_has_a_batch_of_its_own():
+    eager, captured = (predict_memory(model("gpt2").plain, Plan(capture=capture)) for capture in ("none", "step"))
+    assert captured.at_peak["input"] == 1.5 * eager.at_peak["input"]
+    assert captured.peak - eager.peak == pytest.approx(captured.at_peak["input"] / 3)
+
+
+def test_ranks_that_wait_for_each_other_are_not_captured():
+    steps = [time_of(capture=capture).seconds for capture in ("none", "step")]
+    assert steps[0] == steps[1]
 
 
 def test_measured_figures_narrow_the_uncertainty():

@@ -303,3 +303,37 @@ class Skipping(nn.Module):
 def test_model_that_carries_a_value_around_its_layers_is_refused():
     with pytest.raises(JobError, match=r"stage 1 made NaN of finite numbers.*pp = 1"):
         in_a_pipeline(Skipping, three_steps(2), a_job())
+
+
+class Misplaced(Skipping):
+    """Registers behind the layers what it uses in front of them, as BART does."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, tokens):
+        x = self.norm(self.embed(tokens))
+        for layer in self.layers:
+            x, _, _ = layer(x, 1.0, extra=0.0)
+        return self.head(x)
+
+
+def test_part_behind_the_layers_that_is_used_in_front_of_them_is_refused():
+    with pytest.raises(JobError, match=r"stage 0 made NaN of finite numbers.* of norm of another stage.*pp = 1"):
+        in_a_pipeline(Misplaced, three_steps(2), a_job())
+
+
+class Reading(Misplaced):
+    """Reads the weight of such a part without calling it, as DeBERTa does."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens) * self.norm.weight
+        for layer in self.layers:
+            x, _, _ = layer(x, 1.0, extra=0.0)
+        return self.head(x)
+
+
+def test_weight_behind_the_layers_that_is_read_in_front_of_them_is_refused():
+    with pytest.raises(JobError, match=r"stage 0 made NaN of finite numbers.*pp = 1"):
+        in_a_pipeline(Reading, three_steps(2), a_job())

@@ -10,10 +10,17 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardwise as sw
 from shardwise.bench.memory import LiveBytes
 from shardwise.errors import JobError
+from shardwise.hardware.calibration import default_calibration
+from shardwise.hardware.cluster import parse_cluster
 from shardwise.launch import run_forked
-from shardwise.plan import Plan
+from shardwise.layout import Layout
+from shardwise.plan import Communication, Offload, Plan, Precision
+from shardwise.plan.choose.search import Question, search
+from shardwise.plan.choose.subject import job_subject
 from shardwise.plan.cost.memory import predict_memory
+from shardwise.step.allowed import context_degrees, head_of
 from shardwise.step.described import described as described_in
+from shardwise.step.rehearsal import Subject
 from shardwise.step.trace import describe, trace
 from shardwise.testing import fake_world
 
@@ -32,7 +39,10 @@ class Tokens(Dataset):
         return row[:-1], row[1:]
 
 
-def decoder_job(name="gpt2", batch_size=8, **shape):
+LORA = sw.Lora(targets=("qkv", "out", "up", "down"), rank=4)
+
+
+def decoder_job(name="gpt2", batch_size=8, lora=None, **shape):
     shape = {**GPT, **shape}
     return sw.Job(
         model=lambda: sw.models.decoder(name, **shape),
@@ -41,6 +51,7 @@ def decoder_job(name="gpt2", batch_size=8, **shape):
         optimizer=sw.adamw(lr=1e-3),
         batch_size=batch_size,
         steps=3,
+        lora=lora,
     )
 
 
@@ -149,12 +160,159 @@ def test_a_model_without_blocks_is_one_part():
     assert not shape.stages
 
 
+def test_adapters_are_all_that_is_trained():
+    first, *blocks, last = trace(decoder_job(lora=LORA), compute="fp32", gathered=False).parts
+    assert not any(weight.trained for part in (first, last) for weight in part.weights)
+    for block in blocks:
+        assert {weight.trained for weight in block.weights if "lora" in weight.name} == {True}
+        assert {weight.trained for weight in block.weights if "lora" not in weight.name} == {False}
+        # Each of four frozen products gets two thin trained ones.
+        trained = {own: sum(item.count for item in block.work.matmuls if item.trained == own) for own in (True, False)}
+        assert trained == {True: 8, False: 4}
+    assert [block.count for block in blocks] == [1, 3]  # the first one's input has no gradient
+
+
+def test_slices_and_a_fused_loss_are_told_apart_from_models_that_allow_neither():
+    shape = trace(decoder_job(), compute="fp32", gathered=False)
+    assert shape.cp_degrees == (1, 2, 4)
+    assert (shape.head.words, shape.head.width, shape.head.rows) == (GPT["vocab_size"], GPT["width"], GPT["context"])
+    assert shape.head.cut
+
+    def smoothed(output, batch):
+        return torch.nn.functional.cross_entropy(output.flatten(0, 1), batch[-1].flatten(), label_smoothing=0.1)
+
+    by_sample = sw.Loss(sum=smoothed, count="samples")
+    shape = trace(dataclasses.replace(decoder_job(), loss=by_sample), compute="fp32", gathered=False)
+    assert shape.cp_degrees == (1,)
+    assert shape.head is None
+
+
+def cross_entropy(output, batch, **options):
+    return torch.nn.functional.cross_entropy(output.flatten(0, 1), batch[-1].flatten(), **options)
+
+
+def one_hot_entropy(output, batch):
+    likely = torch.nn.functional.one_hot(batch[-1].flatten(), GPT["vocab_size"]).float()
+    return torch.nn.functional.cross_entropy(output.flatten(0, 1), likely, reduction="sum")
+
+
+UNFUSED = {
+    "z-loss": lambda output, batch: cross_entropy(output, batch) + 1e-4 * output.logsumexp(-1).square().sum(),
+    "targets that are no numbers of classes": one_hot_entropy,
+    "smoothing": lambda output, batch: cross_entropy(output, batch, label_smoothing=0.1),
+    "class weights": lambda output, batch: cross_entropy(output, batch, weight=torch.ones(GPT["vocab_size"])),
+    "no sum": lambda output, batch: cross_entropy(output, batch, reduction="none").sum(),
+    "more than two dimensions": lambda output, batch: torch.nn.functional.cross_entropy(
+        output.transpose(1, 2), batch[-1]
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("total", "fuses"),
+    [(cross_entropy, True), *((total, False) for total in UNFUSED.values())],
+    ids=["plain", *UNFUSED],
+)
+def test_a_loss_that_does_more_with_its_logits_is_not_fused(total, fuses):
+    subject = Subject.of(dataclasses.replace(decoder_job(), loss=sw.Loss(sum=total)), "fp32", gathered=False)
+    assert (head_of(subject) is not None) == fuses
+
+
+def llama_job(**parts):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=500,
+    )
+    sample = {"input_ids": torch.arange(64), "labels": torch.arange(64), **parts}
+    return dataclasses.replace(
+        decoder_job(),
+        model=lambda: transformers.LlamaForCausalLM(config),
+        data=lambda split: [sample] * 8,
+        forward=sw.losses.without_labels,
+        loss=sw.losses.next_token,
+    )
+
+
+@pytest.mark.parametrize(
+    ("parts", "degrees"),
+    [
+        ({}, (1, 2, 4)),
+        ({"attention_mask": torch.ones(64, dtype=torch.long)}, (1, 2, 4)),
+        ({"attention_mask": (torch.arange(64) < 60).long()}, (1,)),
+        ({"labels": torch.arange(60)}, (1,)),
+    ],
+    ids=["labels one on", "mask of nothing", "padding", "labels of another length"],
+)
+def test_sequences_are_cut_where_the_feed_can_cut_them(parts, degrees):
+    subject = Subject.of(llama_job(**parts), "fp32", gathered=False)
+    assert context_degrees(subject, 4) == degrees
+
+
+def test_a_job_with_adapters_is_planned_with_what_it_trains(described, adapted):
+    where = parse_cluster("8xH100")
+
+    def best(model, lora):
+        subject = job_subject(decoder_job(batch_size=64, lora=lora), where, lambda *_: model)
+        calibration = default_calibration(where.node)
+        question = Question(model=subject.model, cluster=where, calibration=calibration, batch_size=64)
+        return search(question).families["ddp"]
+
+    whole, tuned = best(described, None), best(adapted, LORA)
+    assert tuned.memory.at_peak["optimizer states"] < 0.05 * whole.memory.at_peak["optimizer states"]
+    assert tuned.time.parts["update"] < 0.05 * whole.time.parts["update"]
+
+
+def test_a_decoder_of_transformers_is_described_with_its_adapters():
+    job = dataclasses.replace(llama_job(), lora=sw.Lora(targets=("q_proj", "v_proj"), rank=4))
+    shape = trace(job, compute="bf16", gathered=False)
+    assert sum(weight.numel * part.count for part in shape.parts for weight in part.weights if weight.trained) == 3 * (
+        4 * (64 + 64) + 4 * (64 + 32)
+    )
+    assert (shape.heads, shape.tokens_per_sample, shape.cp_degrees) == (4, 64, (1, 2, 4))
+    assert (shape.head.words, shape.head.width, shape.head.trained) == (500, 64, False)
+    # Autocast casts frozen matrices as well as trained ones.
+    assert all(weight.cast for part in shape.parts for weight in part.weights if "proj" in weight.name)
+
+
+def test_a_head_with_an_adapter_is_not_fused():
+    lora = dataclasses.replace(LORA, targets=("head",))
+    assert trace(decoder_job(lora=lora, tie_head=False), compute="fp32", gathered=False).head is None
+
+
+def test_frozen_weights_in_the_compute_dtype_are_held_in_it():
+    whole = Plan(precision=Precision(compute="bf16"))
+    offload = dataclasses.replace(
+        whole, layout=Layout(shard=2), zero=3, offload=Offload(parameters="cpu", optimizer="cpu")
+    )
+
+    def held(dtype):
+        job = dataclasses.replace(decoder_job(lora=LORA), model=lambda: sw.models.decoder("gpt2", **GPT).to(dtype))
+        shape = trace(job, compute="bf16", gathered=False)
+        here, on_host = (predict_memory(shape, plan, context=0.0) for plan in (whole, offload))
+        return here.at_peak["parameters"], on_host.host
+
+    (wide, wide_host), (narrow, narrow_host) = held(torch.float32), held(torch.bfloat16)
+    frozen = sum(parameter.numel() for parameter in sw.models.decoder("gpt2", **GPT).parameters())
+    assert wide - narrow == 2 * frozen
+    assert wide_host - narrow_host == frozen  # each of two ranks has half of them
+
+
 @pytest.fixture(scope="module")
 def described():
     return describe(decoder_job(), "fp32")
 
 
-def measured(described, name, ranks, micro_batch, **changes):
+@pytest.fixture(scope="module")
+def adapted():
+    return describe(decoder_job(lora=LORA), "fp32")
+
+
+def measured(described, name, ranks, micro_batch, lora=None, **changes):
     """Return predicted and measured peak of rank 0 in a fake world, in a process of its own."""
 
     def body(_):
@@ -162,7 +320,7 @@ def measured(described, name, ranks, micro_batch, **changes):
         accumulation = changes.pop("accumulation", 1)
         readers = Plan.preset(name, ranks).layout.dp
         batch_size = readers * micro_batch * accumulation
-        job = decoder_job(batch_size=batch_size)
+        job = decoder_job(batch_size=batch_size, lora=lora)
         plan = Plan.preset(name, ranks, batch_size=batch_size, accumulation=accumulation)
         plan = dataclasses.replace(plan, **changes)
         predicted = predict_memory(described.for_plan(plan), plan, context=0.0).peak
@@ -191,12 +349,35 @@ CASES = [
     ("zero3", 4, 4, {"accumulation": 2}),
     ("replicate2.shard2", 4, 4, {}),
     ("tp4", 4, 4, {}),
+    ("cp2", 2, 8, {}),
+    pytest.param("cp4", 4, 8, {"recompute": "full"}, marks=pytest.mark.prove),
+    pytest.param("shard2.cp2", 4, 8, {}, marks=pytest.mark.prove),
+    ("one", 1, 8, {"fused_loss": True}),
+    pytest.param("ddp", 4, 8, {"communication": Communication(sync_every=2)}, marks=pytest.mark.prove),
+    pytest.param("ddp", 4, 8, {"fused_loss": True, "accumulation": 2}, marks=pytest.mark.prove),
+    pytest.param("zero3", 4, 8, {"fused_loss": True}, marks=pytest.mark.prove),
+    pytest.param("tp4", 4, 8, {"fused_loss": True}, marks=pytest.mark.prove),
+    pytest.param("cp2", 2, 8, {"fused_loss": True}, marks=pytest.mark.prove),
 ]
 
 
 @pytest.mark.parametrize(("name", "ranks", "micro_batch", "changes"), CASES)
 def test_predicted_memory_is_what_a_step_holds(described, name, ranks, micro_batch, changes):
     predicted, peak = measured(described, name, ranks, micro_batch, **changes)
+    assert predicted == pytest.approx(peak, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "changes"),
+    [
+        ("one", 1, {}),
+        ("zero3", 4, {}),
+        pytest.param("ddp", 4, {"recompute": "full"}, marks=pytest.mark.prove),
+        pytest.param("tp4", 4, {}, marks=pytest.mark.prove),
+    ],
+)
+def test_predicted_memory_of_adapters_is_what_a_step_holds(adapted, name, ranks, changes):
+    predicted, peak = measured(adapted, name, ranks, 4, LORA, **changes)
     assert predicted == pytest.approx(peak, rel=0.04)
 
 

@@ -60,6 +60,9 @@ PLANS = [
     (2, "tp", {}),
     (4, "shard2.tp2", {"accumulation": "2"}),
     (4, "replicate2.tp2", {"sequence_parallel": "true"}),
+    (2, "cp", {}),
+    (4, "cp2.tp2", {"sequence_parallel": "true"}),
+    (4, "shard2.cp2", {"accumulation": "2"}),
 ]
 
 
@@ -165,6 +168,16 @@ def test_a_zero1_rank_keeps_its_share_of_the_optimizer_only():
     results = run_ranks(body, 2)
     assert sum(held for held, _ in results) == results[0][1]
     assert all(held < 0.55 * whole for held, whole in results)
+
+
+def test_a_loop_of_ones_own_is_not_captured():
+    def body(world):
+        plan = dataclasses.replace(sw.Plan.preset("ddp", world.size), capture="step")
+        with pytest.raises(PlanError, match="captures the step, which your own loop makes: use build_step"):
+            sw.parallelize(torch.nn.Linear(3, 1), plan, world)
+        return True
+
+    assert run_ranks(body, 1) == [True]
 
 
 def test_parallelize_averages_like_ddp_under_fsdp():

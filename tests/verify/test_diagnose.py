@@ -11,7 +11,7 @@ from shardwise.verify.capture import Traced
 from shardwise.verify.compare import Comparison
 from shardwise.verify.diagnose import diagnose
 from shardwise.verify.evidence import Cell, Evidence
-from shardwise.verify.masks import Mask, judge_masks
+from shardwise.verify.masks import Mask, _watched, judge_masks
 from shardwise.verify.report import Gap
 
 COUNTS = [[3, 5], [7, 1]]
@@ -187,7 +187,28 @@ def test_masks_must_differ_inside_the_cut_region_and_agree_outside(same_input, s
     assert (finding.cause, finding.parameter, finding.ranks) == (words, "blocks.0.drop", (0, 1))
 
 
+@pytest.mark.parametrize(("rate", "is_mask"), [(0.0, False), (0.5, True)])
+def test_a_dropout_that_drops_nothing_has_no_mask(rate, is_mask):
+    dropout = torch.nn.Dropout(rate)
+    with _watched(dropout) as seen:
+        dropout(torch.ones(64))
+    assert [bool(mask.dropped) for mask in seen] == [is_mask]
+
+
+def test_dropout_that_is_off_on_one_rank_only_is_found():
+    on, off = (Mask(place="blocks.0.drop", given=(1.0, 1.0), dropped=dropped) for dropped in ("some", ""))
+    assert judge_masks([[on], [off]], Layout(tp=2)).parameter == "blocks.0.drop"
+    assert judge_masks([[off], [off]], Layout(tp=2)) is None
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_sound_masks_are_not_accused(same):
     by_rank = [masks(rank, same_mask=same, same_input=same) for rank in range(2)]
     assert judge_masks(by_rank, Layout(tp=2)) is None
+
+
+def test_a_gradient_that_is_not_finite_in_one_process_is_no_fault_of_the_plan():
+    nothing = {"w": tensor(1) * torch.nan, "v": tensor(2)}
+    (finding,) = diagnose(evidence(gradients=nothing, expected_gradients=nothing))
+    assert finding.cause == "not finite in one process"
+    assert finding.parameter == "w"

@@ -8,7 +8,7 @@ import torch
 import shardwise as sw
 from shardwise.errors import JobError
 from shardwise.job import refer
-from shardwise.verify.prepare import Preparation, dropouts, prepare_job, shrunk
+from shardwise.verify.prepare import Preparation, dropouts, plain_experts, prepare_job, shrunk
 
 JOBS = Path(__file__).parent / "jobs.py"
 
@@ -35,6 +35,15 @@ def test_dropout_of_transformers_is_found_in_modules_and_configs():
     for owner, name in dropouts(model):
         setattr(owner, name, 0.0)
     assert list(dropouts(model)) == []
+
+
+def test_experts_are_multiplied_one_by_one():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(vocab_size=8, hidden_size=64, intermediate_size=8, num_hidden_layers=1)
+    model = transformers.MixtralModel(config)
+    assert model.config._experts_implementation == "grouped_mm"
+    plain_experts(model)
+    assert model.config._experts_implementation == "eager"
 
 
 def test_dropout_of_attention_and_recurrent_layers_is_found():

@@ -82,7 +82,7 @@ def test_a_plan_that_was_not_applied_fails_although_its_numbers_are_right(monkey
 
 
 def test_a_rank_that_dies_fails_its_plan_and_the_next_is_still_seen(monkeypatch):
-    def broken(*_):
+    def broken(*_, **__):
         raise RuntimeError("no such thing")
 
     monkeypatch.setattr(apply, "shard_unit", broken)

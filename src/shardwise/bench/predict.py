@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from shardwise.job import Job
     from shardwise.plan import Plan
-    from shardwise.plan.model.shape import Model
+    from shardwise.plan.model.forms import Model
     from shardwise.plan.plan import DType
 
 

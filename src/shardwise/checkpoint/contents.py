@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.dtypes import CODES, DTYPES
 from shardwise.errors import InputError
+from shardwise.job.lora import facts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -53,6 +54,11 @@ class Contents:
         }
 
     @property
+    def lora(self) -> dict[str, Any] | None:
+        """What is known of adapters (see Lora.facts); None where there are none."""
+        return facts_of(self.facts)
+
+    @property
     def groups(self) -> list[dict[str, Any]]:
         """Settings of the optimizer's parameter groups, as far as they are known."""
         optimizer = self.facts.get("optimizer")
@@ -87,10 +93,10 @@ class Contents:
         return parts
 
     def only_weights(self) -> Contents:
-        """Return the same without optimizer, facts and step."""
+        """Return the same without optimizer, step, and facts but those about weights."""
         forms = {name: form for name, form in self.forms.items() if name.startswith(MODEL)}
-        tied = self.tied
-        return dataclasses.replace(self, step=0, forms=forms, facts={"tied": tied} if tied else {})
+        facts = {"tied": self.tied, "lora": self.lora}
+        return dataclasses.replace(self, step=0, forms=forms, facts={key: fact for key, fact in facts.items() if fact})
 
 
 def bytes_of(form: Form) -> int:

@@ -14,11 +14,13 @@ from shardwise.checkpoint import (
     convert_deepspeed,
     convert_hf,
     convert_own,
+    convert_peft,
     convert_torch,
     deepspeed_ranks,
     deepspeed_universal,
 )
-from shardwise.checkpoint.contents import BATCH_BYTES, bytes_of, find_ties
+from shardwise.checkpoint.adapters import merged, only_adapters
+from shardwise.checkpoint.contents import BATCH_BYTES, Contents, bytes_of, find_ties
 from shardwise.checkpoint.dcp_metadata import METADATA
 from shardwise.checkpoint.deepspeed_files import is_deepspeed
 from shardwise.checkpoint.disk import sync_folder, write_synced
@@ -29,8 +31,6 @@ from shardwise.errors import InputError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from shardwise.checkpoint.contents import Contents
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,12 @@ class Kind:
     """Writes to a path where nothing is, and returns what the target cannot hold, one sentence each."""
     max_held_bytes: int | None
     """Bytes of tensors that writing holds at a time, one tensor at least; None for all of them."""
-    holds_weights_only: bool = False
+    holds: Callable[[Contents], Contents] = lambda contents: contents
+    """Returns what of all contents this kind can hold."""
 
     def host_peak_bytes(self, contents: Contents) -> int:
         """Return how many bytes of tensors are on the host at once while `contents` are written, about."""
-        if self.holds_weights_only:
-            contents = contents.only_weights()
-        sizes = [bytes_of(form) for form in contents.forms.values()]
+        sizes = [bytes_of(form) for form in self.holds(contents).forms.values()]
         if self.max_held_bytes is None:
             return sum(sizes)
         return max(min(sum(sizes), self.max_held_bytes), max(sizes, default=0))
@@ -78,13 +77,21 @@ KINDS = {
         deepspeed_universal.write,
         max_held_bytes=BATCH_BYTES,
     ),
+    "peft": Kind(
+        "a folder of adapters as peft has it",
+        convert_peft.is_peft,
+        convert_peft.read,
+        convert_peft.write,
+        max_held_bytes=None,
+        holds=only_adapters,
+    ),
     "hf": Kind(
         "a Hugging Face folder of safetensors",
         lambda path: path.suffix == ".safetensors" or any(path.glob("*.safetensors")),
         convert_hf.read,
         convert_hf.write,
         max_held_bytes=convert_hf.MAX_FILE_BYTES,
-        holds_weights_only=True,
+        holds=Contents.only_weights,
     ),
     "torch": Kind("a torch file", Path.is_file, convert_torch.read, convert_torch.write, max_held_bytes=None),
 }
@@ -140,10 +147,10 @@ def convert(
 ) -> ConvertReport:
     """Write the checkpoint at `source` as a new one of kind `to` at `target`, whole or not at all; one process.
 
-    `weights` leaves out all but the model's tensors; `step` is the number of optimizer steps made, where the source
-    does not say; `config` is put beside the weights of a Hugging Face folder; `cut` writes a DeepSpeed folder as files
-    of its ranks, and without it as a universal checkpoint. `announce` hears the host peak in bytes before anything is
-    written.
+    `weights` leaves out all but the model's tensors, and where these are all, adapters are merged into them; `step` is
+    the number of optimizer steps made, where the source does not say; `config` is put beside the weights of a Hugging
+    Face folder; `cut` writes a DeepSpeed folder as files of its ranks, and without it as a universal checkpoint.
+    `announce` hears the host peak in bytes before anything is written.
     """
     target = Path(target)
     if to not in KINDS:
@@ -155,6 +162,8 @@ def convert(
         raise InputError(f"{source} holds no tensor of a model or optimizer", fix="name another checkpoint")
     if contents.kind == "dcp":
         contents = find_ties(contents)
+    if to == "hf" or (weights and to != "peft"):
+        contents = merged(contents)
     if weights:
         contents = contents.only_weights()
     if step is not None:
@@ -171,7 +180,7 @@ def convert(
     left_out = [*contents.left_out, *_publish(contents, target, kind, config)]
     if to == "hf" and config is None:
         left_out.append("config.json: a checkpoint does not know it, give it with --config")
-    written = (contents.only_weights() if kind.holds_weights_only else contents).forms
+    written = kind.holds(contents).forms
     return ConvertReport(
         source_kind=contents.kind,
         target_kind=to,

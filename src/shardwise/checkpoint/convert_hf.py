@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from shardwise.checkpoint.contents import MODEL, Contents, bytes_of, form_from
-from shardwise.checkpoint.disk import sync_folder, write_synced
+from shardwise.checkpoint.disk import sync_file, sync_folder, write_synced
 from shardwise.checkpoint.dtypes import DTYPES
 from shardwise.checkpoint.errors import DamagedError
 from shardwise.errors import InputError
@@ -64,7 +63,7 @@ def write(contents: Contents, path: Path, *, max_file_bytes: int = MAX_FILE_BYTE
     for file, part in zip(names, parts or [[]], strict=True):
         values = {name.removeprefix(MODEL): tensor.contiguous() for name, tensor in contents.read(part).items()}
         save_file({name: tensor.clone() for name, tensor in values.items()}, path / file, metadata={"format": "pt"})
-        _sync(path / file)
+        sync_file(path / file)
     if len(parts) > 1:
         where = {name.removeprefix(MODEL): file for file, part in zip(names, parts, strict=True) for name in part}
         total = sum(bytes_of(contents.forms[name]) for name in weights)
@@ -121,11 +120,3 @@ def _open(file: Path) -> Any:
 
 def _name(number: int, count: int) -> str:
     return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -47,6 +47,15 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
+def sync_file(path: Path) -> None:
+    """Make the bytes of a file durable that something else wrote."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def write_synced(path: Path, data: bytes) -> None:
     """Write a new file and make its bytes durable."""
     with path.open("xb") as file:

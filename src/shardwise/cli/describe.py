@@ -8,7 +8,7 @@ from shardwise.environment import cache_directory
 
 if TYPE_CHECKING:
     from shardwise.job import Job
-    from shardwise.plan.model.shape import Model
+    from shardwise.plan.model.forms import Model
     from shardwise.plan.plan import DType
 
 

@@ -10,7 +10,6 @@ from rich.table import Table
 
 from shardwise.plan.choose.deepspeed import beside_native, choose_form, form_reason
 from shardwise.plan.choose.explain import (
-    compile_gain,
     decision_path,
     in_gb,
     in_numbers,
@@ -19,6 +18,7 @@ from shardwise.plan.choose.explain import (
     room_in_words,
 )
 from shardwise.plan.choose.families import FAMILIES
+from shardwise.plan.choose.gains import ROUND, capture_gain, compile_gain, rounds_gain
 from shardwise.plan.choose.search import Candidate
 from shardwise.run.console import say
 
@@ -98,7 +98,7 @@ def _cells(plan: Plan, memory: Memory, time: Time) -> list[str]:
     schedule = f" {plan.pipeline.schedule}" if plan.layout.pp > 1 else ""
     rate = time.tokens_per_second_per_device or time.samples_per_second / plan.layout.world_size
     return [
-        f"{plan.layout}{f' zero{plan.zero}' if plan.zero else ''}{schedule}",
+        f"{plan.layout}{f' zero{plan.zero}' if plan.zero else ''}{schedule}{' fused' if plan.fused_loss else ''}",
         f"{plan.micro_batch} x {plan.accumulation}",
         plan.recompute,
         in_gb(memory.total),
@@ -115,7 +115,8 @@ def _rate(answer: Answer) -> str:
 def _show_best(answer: Answer, best: Candidate) -> None:
     """Show memory and time of the chosen plan by part, and what the figures stand on."""
     memory, time = best.memory, best.time
-    say(f"chosen    {best.family}: {best.plan.layout} · {FAMILIES[best.family]}")
+    fused = " · loss fused with the head" if best.plan.fused_loss else ""
+    say(f"chosen    {best.family}: {best.plan.layout} · {FAMILIES[best.family]}{fused}")
     held = {**memory.at_peak, "allocator and context": memory.total - memory.peak}
     where = f"{memory.phase}, stage {memory.stage}" if best.plan.layout.pp > 1 else memory.phase
     say(f"memory    {in_gb(memory.total)} in {where}: {_parts(held, in_gb)}")
@@ -125,10 +126,19 @@ def _show_best(answer: Answer, best: Candidate) -> None:
     say(f"time      {in_seconds(time.seconds)} a step: {_parts(time.parts, in_seconds)}")
     basis = ", ".join(f"{what} {origin}" for what, origin in time.basis.items())
     say(f"          +- {time.uncertainty:.0%} ({basis})")
-    gain = compile_gain(answer)
-    if gain > 0.01:
-        say(f"          compile = blocks would take {gain:.0%} off")
+    _show_gains(answer)
     say(f"searched  {answer.num_plans} plans, {len(answer.candidates)} predicted in full")
+
+
+def _show_gains(answer: Answer) -> None:
+    """Say what options that the search leaves alone would do."""
+    for words, gain, least in (
+        ("compile = blocks would take {} off", compile_gain(answer), 0.01),
+        ("capture = step would take {} off, where all batches have one shape", capture_gain(answer), 0.05),
+        (f"communication.sync_every = {ROUND} would take {{}} off, and change the numbers", rounds_gain(answer), 0.2),
+    ):
+        if gain > least:
+            say(f"          {words.format(f'{gain:.0%}')}")
 
 
 def _parts(parts: Mapping[str, float], words: Callable[[float], str]) -> str:

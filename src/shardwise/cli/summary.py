@@ -20,4 +20,6 @@ def summarise(run: RunDirectory) -> None:
         say(f"test {name:<10} {shown}")
     say(f"training time   {result['training_s']:.1f} s for {result['steps']} steps")
     say(f"weights         {run.weights}")
+    if run.adapter.is_dir():
+        say(f"adapter         {run.adapter}")
     say(f"run directory   {run.path}")

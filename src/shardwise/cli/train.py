@@ -192,13 +192,15 @@ def _settle(job: Job, spec: str, nproc: int, device: Device, overrides: dict[str
 
 
 def _check(job: Job, plan: Plan) -> None:
-    """Refuse what cannot work before anything starts; only plans that cut the model need to look at it, and torch."""
+    """Refuse what cannot work before anything starts; torch is needed only for what looks at the model or the data."""
     from shardwise.engines.available import require_engine
     from shardwise.parallel.support import require_supported
 
     require_supported(plan)
     require_engine(plan)
-    if plan.layout.tp > 1 or plan.layout.pp > 1:
+    layout = plan.layout
+    cuts = layout.tp > 1 or layout.pp > 1 or layout.cp > 1
+    if cuts or plan.fused_loss or plan.capture != "none" or job.lora is not None:
         from shardwise.train.preflight import check_model
 
         check_model(job, plan)

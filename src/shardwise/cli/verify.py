@@ -11,6 +11,7 @@ from shardwise.run.console import complain, say
 
 if TYPE_CHECKING:
     from shardwise.verify import PlanVerdict, VerifyReport
+    from shardwise.verify.plans import Exact
 
 
 @click.command(
@@ -25,7 +26,11 @@ if TYPE_CHECKING:
 )
 @click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps to compare (default: 3, 6 with --resume).")
 @click.option(
-    "--nproc", "--nproc-per-node", "nproc", type=click.IntRange(min=1), default=4, show_default=True, help="CPU ranks."
+    "--nproc",
+    "--nproc-per-node",
+    "nproc",
+    type=click.IntRange(min=1),
+    help="CPU ranks (default: 4, 2 with --propose-rules).",
 )
 @click.option(
     "--precision",
@@ -35,30 +40,38 @@ if TYPE_CHECKING:
     help="fp64 for equality, fp32 against the measured noise.",
 )
 @click.option("--resume", is_flag=True, help="Kill each plan, resume it on other ranks, and compare with no kill.")
+@click.option("--propose-rules", "propose", is_flag=True, help="Find tensor rules for the model, and confirm them.")
 @click.option("--shrink", is_flag=True, help="Make the model small in width and depth, never in structure.")
 @click.option(
     "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a field of the job or of every plan."
 )
 @click.option("--json", "as_json", is_flag=True, help="Write the report as JSON to standard output.")
 @click.option("--markdown", type=click.Path(path_type=Path, dir_okay=False), help="Write the table to this file.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), help="Write confirmed tensor rules to this file."
+)
 def command(
     *,
     job: str,
     plans: str,
     steps: int | None,
-    nproc: int,
+    nproc: int | None,
     precision: str,
     resume: bool,
+    propose: bool,
     shrink: bool,
     settings: tuple[str, ...],
     as_json: bool,
     markdown: Path | None,
+    out: Path | None,
 ) -> int:
     """Train the Job in JOB.py under each plan and in one process, and compare every number.
 
+    With --propose-rules: find tensor rules for a model that has none, confirm them, and say them as Python.
     With --resume: kill it, resume it on other ranks, and compare samples, losses and weights with a run nobody stopped.
     """
     from shardwise.cli.train import split_settings
+    from shardwise.cli.verify_rules import check_options, propose_rules
     from shardwise.environment import identify
     from shardwise.errors import InputError
     from shardwise.verify import verify
@@ -70,12 +83,20 @@ def command(
     if markdown is not None and not markdown.parent.is_dir():
         raise InputError(f"--markdown {markdown} is in a folder that is not there", fix="make the folder first")
     reference, of_plans = split_settings(job, settings)
+    exact: Exact = precision  # type: ignore[assignment]  # one of the two choices above
+    check_options(
+        propose=propose, nproc=nproc, plans=plans, settings=of_plans, resume=resume, markdown=markdown, out=out
+    )
+    if propose:
+        return propose_rules(
+            reference, nproc=nproc or 2, steps=steps or 3, precision=exact, shrink=shrink, as_json=as_json, out=out
+        )
     report = verify(
         reference,
         _named(plans, of_plans),
-        nproc=nproc,
+        nproc=nproc or 4,
         steps=steps or (6 if resume else 3),
-        precision=precision,  # type: ignore[arg-type]  # one of the two choices above
+        precision=exact,
         shrink=shrink,
         resume=resume,
         on_verdict=_tell,

@@ -12,7 +12,7 @@ from shardwise.data.cursor import Places
 from shardwise.data.rows import fill_rows, move
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from shardwise.data.cursor import Cursor
     from shardwise.job import Loss
@@ -28,6 +28,13 @@ class MicroBatch(msgspec.Struct, frozen=True, gc=False):
     filled: int
     places: Places | None = None
     """Of the real rows; None where they are not known."""
+    whole: Any = None
+    """On the host, with all tokens, where `batch` is a slice of them; else None."""
+
+    @property
+    def uncut(self) -> Any:
+        """The batch with all of its tokens."""
+        return self.batch if self.whole is None else self.whole
 
 
 class StepBatch(msgspec.Struct, frozen=True, gc=False):
@@ -35,7 +42,7 @@ class StepBatch(msgspec.Struct, frozen=True, gc=False):
 
     micro_batches: list[MicroBatch]
     denominator: int
-    """What the loss counts, over all readers."""
+    """What the loss counts, over all readers; where replicas train on their own, as if each counted what this does."""
     samples: int
     """Real samples, over all readers."""
     cursor: Cursor
@@ -76,10 +83,14 @@ class Feed:
         fill: bool = True,
         float_dtype: torch.dtype | None = None,
         group: dist.ProcessGroup | None = None,
+        replicas: int = 1,
+        cut: Callable[[Any], Any] | None = None,
     ) -> None:
-        """`group` joins the readers of different samples on the host; None for one reader.
+        """`group` joins on the host the readers that sum gradients in every step; None for one reader.
 
-        `fill` brings short micro-batches to the full shape, which losses by row allow.
+        Those are all of them, or those of one of `replicas`, whose others are taken to count alike. `cut` takes this
+        rank's tokens from a batch; what the loss counts is counted on the whole. `fill` brings short micro-batches to
+        the full shape, which losses by row allow.
         """
         self._loader = loader
         self._loss = loss
@@ -87,6 +98,8 @@ class Feed:
         self._device = device
         self._float_dtype = float_dtype
         self._group = group
+        self._replicas = replicas
+        self._cut = cut
 
     def __iter__(self) -> Iterator[StepBatch]:
         """Yield steps; communicates the counts over the feed's own group, one step ahead."""
@@ -103,9 +116,9 @@ class Feed:
         pairs = list(zip(loaded.batches, loaded.rows, strict=True))
         places = _places(loaded)
         micro_batches = [self._fill(*pair, where) for pair, where in zip(pairs, places, strict=True)]
-        if isinstance(self._loss.count, str):
+        if isinstance(self._loss.count, str) and self._replicas == 1:
             return _Pending(loaded, micro_batches, loaded.samples)
-        count = sum(self._loss.count_of(batch, rows) for batch, rows in pairs if rows)
+        count = self._replicas * sum(self._loss.count_of(batch, rows) for batch, rows in pairs if rows)
         if self._group is None:
             return _Pending(loaded, micro_batches, count)
         total = torch.tensor(count)
@@ -118,7 +131,9 @@ class Feed:
         if filled < self._micro_batch:
             batch = fill_rows(batch, filled, self._micro_batch)
             filled = self._micro_batch
-        return MicroBatch(self._move(batch), rows, filled, places)
+        if self._cut is None:
+            return MicroBatch(self._move(batch), rows, filled, places)
+        return MicroBatch(self._move(self._cut(batch)), rows, filled, places, batch)
 
     def _move(self, batch: Any) -> Any:
         """Loaders give what the CPU can use as it is."""

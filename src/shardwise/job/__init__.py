@@ -2,6 +2,7 @@
 
 from shardwise.job.job import Job
 from shardwise.job.load import JobReference, load_job, refer
+from shardwise.job.lora import Lora
 from shardwise.job.loss import Loss, Metric
 
-__all__ = ["Job", "JobReference", "Loss", "Metric", "load_job", "refer"]
+__all__ = ["Job", "JobReference", "Lora", "Loss", "Metric", "load_job", "refer"]

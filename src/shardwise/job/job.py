@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from shardwise.errors import JobError
+from shardwise.job.lora import Lora
 from shardwise.job.loss import Loss, Metric
+from shardwise.job.rules_file import as_rules
 from shardwise.job.schedules import Constant, Schedule
 
 if TYPE_CHECKING:
@@ -64,12 +66,13 @@ class Job:
     seed: int = 0
     masks: Masks = "drawn"
     """How dropout drops: drawn by each rank, or keyed by sample and place and so the same at any layout."""
-    tensor_rules: Mapping[str, str] | None = None
-    """How tensor parallelism cuts modules, by name: {"blocks.*.attn.qkv": "column", ...}; None asks the model."""
+    tensor_rules: Mapping[str, str] | str | None = None
+    """How tensor parallelism cuts modules, by name: {"blocks.*.attn.qkv": "column", ...}, or the path of a file with
+    them, which is read at once; None asks the model."""
     layers: str | None = None
     """Name of the layer list that pipelines are cut along; None finds it."""
-    lora: None = None
-    """Reserved for adapters."""
+    lora: Lora | None = None
+    """Train adapters beside frozen weights; None trains all weights."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, type) and hasattr(self.model, "named_parameters"):
@@ -88,6 +91,7 @@ class Job:
         if self.masks not in get_args(Masks):
             raise JobError(f"Job.masks is {self.masks!r}", fix='give "drawn" or "keyed"')
         self._check_length()
+        object.__setattr__(self, "tensor_rules", as_rules(self.tensor_rules))
         if self.clip_norm is not None and not _positive(self.clip_norm):
             raise JobError(f"Job.clip_norm is {self.clip_norm!r}", fix="give a number above 0, or None")
         for name, metric in self.metrics.items():
@@ -97,8 +101,8 @@ class Job:
                 raise JobError(f"Job.metrics[{name!r}] is {metric!r}", fix="give sw.Metric(sum=..., count=...)")
         if self.state is not None and not _is_stateful(self.state):
             raise JobError(f"Job.state is {self.state!r}", fix="give an object with state_dict() and load_state_dict()")
-        if self.lora is not None:
-            raise JobError("Job.lora is not built yet", fix="leave it out")
+        if self.lora is not None and not isinstance(self.lora, Lora):
+            raise JobError(f"Job.lora is {self.lora!r}", fix='give sw.Lora(targets=("q_proj", "v_proj"), rank=16)')
 
     def _check_length(self) -> None:
         given = [name for name in LENGTHS if getattr(self, name) is not None]

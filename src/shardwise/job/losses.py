@@ -53,6 +53,45 @@ squared_error = Loss(sum=_squared_sum, count=_element_count)
 """Mean over all elements of the target."""
 
 
+def count_labels(batch: Any) -> int:
+    """Number of entries of batch["labels"] that are not ignored."""
+    return int((batch["labels"] != IGNORE).sum())
+
+
+def count_next_labels(batch: Any) -> int:
+    """The same for decoders, whose label at a position is what the position before it must say."""
+    return int((batch["labels"][:, 1:] != IGNORE).sum())
+
+
+def _label_sum(output: Any, batch: Any) -> Tensor:
+    return _summed(_logits_of(output), batch["labels"])
+
+
+def _next_label_sum(output: Any, batch: Any) -> Tensor:
+    labels = batch["labels"][:, 1:]  # as many as logits where they reach one further, as those of a slice of tokens do
+    return _summed(_logits_of(output)[:, : labels.shape[1]], labels)
+
+
+def _summed(logits: Tensor, labels: Tensor) -> Tensor:
+    import torch
+
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
+
+
+def without_labels(model: Any, batch: Any) -> Any:
+    """Run a transformers model on a dict batch without its labels, as Job.forward: only Job.loss computes a loss."""
+    return model(**{name: value for name, value in batch.items() if name != "labels"})
+
+
+labels = Loss(sum=_label_sum, count=count_labels)
+"""One class per label, for transformers models: output.logits [..., classes], batch["labels"] [...], -100 ignored."""
+
+next_token = Loss(sum=_next_label_sum, count=count_next_labels)
+"""The same for decoders: output.logits [rows, length, vocabulary] against the labels one position on."""
+
+
 def returned_by_model(count: Callable[[Any], Any]) -> Loss:
     """Accept a model that returns its own mean loss (a scalar, or an output with `.loss`).
 
@@ -75,3 +114,15 @@ def _loss_of(output: Any) -> Any:
             fix="return a scalar or an object with .loss (transformers needs labels in the batch)",
         )
     return loss
+
+
+def _logits_of(output: Any) -> Any:
+    if hasattr(output, "flatten"):  # it is the logits
+        return output
+    logits = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
+    if not hasattr(logits, "flatten"):
+        raise JobError(
+            f"the model returned {type(output).__name__} without logits",
+            fix="give a model with a head (AutoModelForCausalLM, ...), or a Loss(sum=..., count=...) of your own",
+        )
+    return logits

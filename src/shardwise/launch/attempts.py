@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from shardwise.environment import base_environment, rank_environment
 from shardwise.errors import LaunchError
 from shardwise.hardware import usable_cores
+from shardwise.launch.compile_cache import compile_cache
 from shardwise.launch.explain import verdict
 from shardwise.launch.last_words import UNCAUGHT, last_words
 from shardwise.launch.policy import Decision, Finish, GiveUp, RankExit, Restart, decide
@@ -207,6 +208,7 @@ def start_ranks(spec: LaunchSpec, run: RunDirectory, starter: Starter, place: Pl
             cores=usable_cores(),
             extra=shared,
         )
+        environ |= compile_cache(environ)
         if "NCCL_DEBUG" in environ:  # beside what the rank says, not in it, and never in one file with its peers
             environ.setdefault("NCCL_DEBUG_FILE", run.nccl_log(rank))
         run.error(rank).unlink(missing_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from shardwise.errors import LayoutError, nearest
 
@@ -59,6 +59,11 @@ class Layout:
         """Degrees in the order of AXES."""
         return tuple(getattr(self, axis) for axis in AXES)
 
+    @property
+    def folded(self) -> Layout:
+        """How parameters, gradients and optimizer states are held: cp peers, the inner neighbours, count as shards."""
+        return replace(self, shard=self.shard * self.cp, cp=1)
+
     def coordinate(self, rank: int) -> Coordinate:
         """Return where `rank` stands."""
         if not 0 <= rank < self.world_size:
@@ -80,13 +85,17 @@ class Layout:
         place = self.coordinate(rank)
         return place.replicate * self.shard + place.shard
 
-    def tells_loss(self, rank: int) -> bool:
-        """Whether what `rank` knows of its reader's loss counts: tp and cp peers know the same, so the first tells.
+    def draw_index(self, rank: int) -> int:
+        """Return which of the `dp` x `cp` streams of random numbers `rank` draws from: one for each slice of tokens."""
+        return self.data_index(rank) * self.cp + self.coordinate(rank).cp
 
-        Of the stages of a pipeline all may tell: only the last knows anything.
+    def tells_loss(self, rank: int) -> bool:
+        """Whether what `rank` knows of its reader's loss counts: tp peers know the same, so the first tells.
+
+        All cp peers tell: each knows the loss of its own tokens. Of the stages of a pipeline all may tell, too: only
+        the last knows anything.
         """
-        place = self.coordinate(rank)
-        return place.tp == place.cp == 0
+        return self.coordinate(rank).tp == 0
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """Return every group of ranks that differ only along `axes`, each in order."""

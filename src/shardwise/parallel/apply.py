@@ -9,8 +9,10 @@ from torch.nn import ModuleList
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.errors import JobError
-from shardwise.parallel.batch_norm import foreign_batch_norms, replace_batch_norms
+from shardwise.parallel.batch_norm import batch_norms, foreign_batch_norms, replace_batch_norms
 from shardwise.parallel.blocks import find_blocks
+from shardwise.parallel.context import context_parallel
+from shardwise.parallel.fused_loss import fuse_head
 from shardwise.parallel.gradsync import GradSync, NoSync, ReplicaSync, ShardSync, SummedSync
 from shardwise.parallel.recompute import recompute_block
 from shardwise.parallel.replicated import replicate
@@ -35,7 +37,14 @@ def norm_batches(module: nn.Module, plan: Plan, place: Place, _: Blueprint) -> n
             f"{', '.join(foreign)}: a batch norm class of its own cannot be synced over ranks",
             fix="use torch's own batch norm, or --set batch_norm=local",
         )
-    return replace_batch_norms(module, place.readers if plan.batch_norm == "sync" else None)
+    replaced = replace_batch_norms(module, place.readers if plan.batch_norm == "sync" else None)
+    every = plan.communication.sync_every
+    if every > 1 and plan.batch_norm == "sync" and (foreign or batch_norms(replaced)):
+        raise JobError(
+            f"batch norms are synced in every forward pass, and replicas meet after {every} steps",
+            fix="--set batch_norm=local, or sync_every = 1",
+        )
+    return replaced
 
 
 def cut_tensors(module: nn.Module, plan: Plan, place: Place, blueprint: Blueprint) -> nn.Module:
@@ -44,6 +53,18 @@ def cut_tensors(module: nn.Module, plan: Plan, place: Place, blueprint: Blueprin
     if mesh is None:
         return module
     return tensor_parallel(module, mesh, blueprint.tensor_rules, sequence=plan.sequence_parallel)
+
+
+def fuse_loss(module: nn.Module, plan: Plan, _: Place, __: Blueprint) -> nn.Module:
+    """Have the head hand its input to the loss, which makes logits chunk by chunk."""
+    if plan.fused_loss:
+        fuse_head(module)
+    return module
+
+
+def cut_context(module: nn.Module, _: Plan, place: Place, __: Blueprint) -> nn.Module:
+    """Run the model on this rank's slice of the tokens, where the cp axis cuts sequences."""
+    return module if place.context is None else context_parallel(module, place.context)
 
 
 def recompute(module: nn.Module, plan: Plan, _: Place, __: Blueprint) -> nn.Module:
@@ -73,14 +94,15 @@ def compile_parts(module: nn.Module, plan: Plan, _: Place, __: Blueprint) -> nn.
 
 def lay_out(module: nn.Module, plan: Plan, place: Place, blueprint: Blueprint) -> nn.Module:
     """Give parameters their values and cut them, unit by unit: no rank ever holds more than one unit whole."""
-    mesh = place.axis("replicate", "shard") if plan.zero >= 2 else None
+    mesh = place.axis(*plan.reader_axes) if plan.zero >= 2 else None
     parts = dict(module.named_modules())
     for unit in blueprint.units:
         if blueprint.weights is not None:
             fill_parameters(module, unit.parameters, blueprint.weights, place.device)
         part = parts.get(unit.name)
         if mesh is not None and part is not None and next(part.parameters(), None) is not None:
-            shard_unit(part, plan, mesh)
+            # The head is in the root unit, and a fused loss reads its weight when forward has ended.
+            shard_unit(part, plan, mesh, keep=plan.fused_loss and not unit.name)
     if mesh is None:
         module.to(place.device)
     else:
@@ -102,6 +124,8 @@ def replicate_parameters(module: nn.Module, plan: Plan, place: Place, _: Bluepri
 TRANSFORMS = (
     norm_batches,  # first: it replaces modules that the others wrap
     cut_tensors,  # before all that wraps forward: it replaces the forward of single layers
+    fuse_loss,  # after the head is cut, whose part of the words the loss then uses
+    cut_context,  # before recompute, which must run attention over whole sequences again
     recompute,  # before compile, so that the recomputed region is what gets compiled
     compile_parts,  # before sharding: its hooks stay outside of the graphs
     lay_out,  # after all that looks at whole parameters: from here on they are real, and cut

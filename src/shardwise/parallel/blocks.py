@@ -33,4 +33,5 @@ def _collect(module: nn.Module, prefix: str, blocks: dict[str, nn.Module]) -> No
 
 def _is_block(module: nn.Module) -> bool:
     has_parts = next(module.children(), None) is not None
-    return has_parts and not isinstance(module, _LISTS) and next(module.parameters(), None) is not None
+    # A Linear with an adapter has parts, and is as small as without.
+    return has_parts and not isinstance(module, (*_LISTS, nn.Linear)) and next(module.parameters(), None) is not None

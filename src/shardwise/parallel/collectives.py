@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def gather_flat(everyone: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
@@ -42,6 +47,23 @@ def sum_scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(part, moved, group=group)
     return part.movedim(0, dim).contiguous()
+
+
+def exchanged(tensors: Sequence[Tensor], cut: int, join: int, group: dist.ProcessGroup) -> list[Tensor]:
+    """Cut each tensor by rank along `cut` and join what all ranks hand over along `join`; communicates over `group`.
+
+    One all-to-all for all tensors, which share a dtype; ranks divide `cut`.
+    """
+    size = dist.get_world_size(group)
+    parts = [x.unflatten(cut, (size, -1)).movedim(cut, 0) for x in tensors]
+    given = torch.cat([part.flatten(1) for part in parts], dim=1)
+    taken = torch.empty_like(given)
+    dist.all_to_all_single(taken, given, group=group)
+    pieces = taken.split([part[0].numel() for part in parts], dim=1)
+    return [
+        piece.unflatten(1, part.shape[1:]).movedim(0, join).flatten(join, join + 1)
+        for piece, part in zip(pieces, parts, strict=True)
+    ]
 
 
 def own_part(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

@@ -37,6 +37,12 @@ class GradSync(Protocol):
     def finish(self) -> None:
         """Sum what backward has not; called once a step after the last backward, communicates."""
 
+    def finish_step(self, number: int) -> None:
+        """Bring together replicas that train on their own, if `number` updates end a round; then communicates."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the tensors that a resumed training must find again."""
+
 
 class NoSync:
     """One reader: its gradient is the whole gradient."""
@@ -56,6 +62,13 @@ class NoSync:
 
     def finish(self) -> None:
         """Nothing to sum."""
+
+    def finish_step(self, number: int) -> None:
+        """Nothing is apart."""
+
+    def state(self) -> dict[str, Tensor]:
+        """There is none."""
+        return {}
 
 
 class ReplicaSync(NoSync):
@@ -129,14 +142,19 @@ def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, 
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradients.append(local(parameter.grad))
-    for bucket in in_buckets(gradients):
-        flat = torch.cat([gradient.flatten() for gradient in bucket])
+    sum_tensors(gradients, group, divisor)
+
+
+def sum_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, divisor: int = 1) -> None:
+    """Sum tensors in place over `group`, in buckets, and divide; communicates, on every rank of it."""
+    for bucket in in_buckets(tensors):
+        flat = torch.cat([tensor.flatten() for tensor in bucket])
         dist.all_reduce(flat, group=group)
         if divisor != 1:
             flat /= divisor
-        pieces = flat.split([gradient.numel() for gradient in bucket])
-        for gradient, piece in zip(bucket, pieces, strict=True):
-            gradient.copy_(piece.view_as(gradient))
+        pieces = flat.split([tensor.numel() for tensor in bucket])
+        for tensor, piece in zip(bucket, pieces, strict=True):
+            tensor.copy_(piece.view_as(tensor))
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -19,11 +19,14 @@ class Place:
 
     device: torch.device
     layout: Layout
+    """How parameters are held: without a cp axis, whose peers count as shards (`Layout.folded`)."""
     rank: int
     mesh: DeviceMesh | None
     """Axes of degree over 1, by their names in the layout; None for a world of one."""
     readers: dist.ProcessGroup | None
-    """The ranks that hold the same piece of the model and read other samples; None for one reader."""
+    """The ranks that hold the same piece of the model and read other samples, or other tokens of them; None for one."""
+    context: dist.ProcessGroup | None = None
+    """The ranks that share the sequences of one reader, in the order of their slices; None where nothing is cut."""
 
     @property
     def coordinate(self) -> Coordinate:

@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     from shardwise.plan import Plan
 
 LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, **LOWER}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, **LOWER}
+"""Words of a plan -> dtypes."""
 
 
-def shard_unit(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+def shard_unit(module: nn.Module, plan: Plan, mesh: DeviceMesh, *, keep: bool = False) -> None:
     """Cut the parameters of one unit that are not yet cut; called on every rank of `mesh`, inner units first.
 
-    On a mesh of two axes the first replicates and the second shards (HSDP).
+    On a mesh of two axes the first replicates and the second shards (HSDP). With `keep` they stay gathered from
+    forward to backward; of the root unit, which backward needs first, that costs no memory.
     """
     options: dict[str, Any] = {}
     if plan.offload.parameters == "cpu":
@@ -30,10 +32,10 @@ def shard_unit(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     precision = plan.precision
     if precision.compute in LOWER:
         options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=LOWER[precision.compute], reduce_dtype=_DTYPES[precision.reduce]
+            param_dtype=LOWER[precision.compute], reduce_dtype=DTYPES[precision.reduce]
         )
     # ZeRO-2 keeps gathered parameters until backward is done; ZeRO-3 frees them after each use.
-    fully_shard(module, mesh=mesh, reshard_after_forward=plan.zero == 3, **options)
+    fully_shard(module, mesh=mesh, reshard_after_forward=plan.zero == 3 and not keep, **options)
     sharded: FSDPModule = module  # type: ignore[assignment]
     # The loss is divided by the global count already: gradients are summed, never averaged.
     sharded.set_gradient_divide_factor(1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -45,6 +46,13 @@ class StageCut:
         return tuple(stage for stage, holder in enumerate(self.ranks) if holder == rank)
 
 
+_UNSPLIT = (
+    ("compile", "none", "compiled blocks cannot"),
+    ("recompute", "none", "recompute would do twice"),
+    ("fused_loss", False, "a fused loss, whose gradients are there once, cannot"),
+)
+
+
 def check_pipeline(plan: Plan, num_layers: int | None = None) -> None:
     """Refuse a plan whose pipeline cannot run, with the nearest that can; `num_layers` None checks all but layers."""
     if plan.layout.pp == 1:
@@ -55,11 +63,11 @@ def check_pipeline(plan: Plan, num_layers: int | None = None) -> None:
             f"schedule {schedule!r} splits backward, and on sharded stages (zero = {plan.zero}) that trains wrongly",
             fix='use schedule = "interleaved_1f1b", or zero 1 or replicas instead of shards',
         )
-    for name, why in (("compile", "compiled blocks cannot"), ("recompute", "recompute would do twice")):
-        if schedule in SPLIT_BACKWARD and getattr(plan, name) != "none":
+    for name, off, why in _UNSPLIT:
+        if schedule in SPLIT_BACKWARD and getattr(plan, name) != off:
             raise PlanError(
                 f"schedule {schedule!r} splits backward, which {why}",
-                fix=f'use {name} = "none", or schedule = "interleaved_1f1b"',
+                fix=f'use {name} = {json.dumps(off)}, or schedule = "interleaved_1f1b"',
             )
     if plan.compile == "model":
         raise PlanError(

@@ -13,7 +13,7 @@ from shardwise.errors import JobError, nearest
 from shardwise.parallel.parcel import Structure, pack, receive, unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from shardwise.parallel.stage_plan import StageCut
 
@@ -48,7 +48,8 @@ def find_layers(module: nn.Module, name: str | None = None) -> str:
     if rivals:
         raise JobError(
             f"the model has several lists of blocks a pipeline could be cut along: {', '.join([largest, *rivals])}",
-            fix=f"name one, Job(layers={largest!r}), or use pp = 1",
+            fix=f"name one, Job(layers={largest!r}), or the one that runs first where a later one uses what it made; or"
+            " use pp = 1",
         )
     return largest
 
@@ -149,23 +150,31 @@ def _make_stage(
     children = module.get_submodule(layers)._modules  # noqa: SLF001
     for number, (key, layer) in enumerate(children.items()):
         if number not in cut.layers(index) and layer is not None:
-            children[key] = _stub(layer, gate, number)
+            children[key] = _stub(layer, gate, number, fake)
     for path, part in module.named_modules():
         names = {key: f"{path}.{key}" if path else key for key in part._parameters}  # noqa: SLF001
         away = [key for key, name in names.items() if name in owners and owners[name] != index]
         for key in away:
             # A plain attribute: neither optimizers nor casts, shards or state dicts take it for a parameter.
             part.__dict__[key] = fake(part._parameters.pop(key))  # noqa: SLF001
-        if away and path:
-            part.register_forward_pre_hook(lambda *_, path=path: gate.refuse_late(path))
+        if away:
+            part.register_forward_pre_hook(lambda *_, path=path: gate.meet_stranger(path))
     foreign = frozenset(name for name, _ in module.named_buffers() if owners.get(name, index) != index)
     return Stage(module, gate, index=index, num_stages=cut.num_stages, foreign_buffers=foreign)
 
 
-def _stub(layer: nn.Module, gate: Gate, number: int) -> nn.Module:
-    """Return an empty layer: of the same class, with its plain attributes, since models ask their layers for them."""
+def _stub(layer: nn.Module, gate: Gate, number: int, fake: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return an empty layer: of the same class, with all its attributes, since models ask their layers for them.
+
+    Its parts are plain attributes, which nobody takes for parts of this stage; parameters among them are NaN.
+    """
+    for part in layer.modules():
+        held = part._parameters  # noqa: SLF001
+        part.__dict__ |= {key: None if value is None else fake(value) for key, value in held.items()}
+        held.clear()
     stub = copy.copy(layer)
     nn.Module.__init__(stub)
+    stub.__dict__ |= {**layer._modules, **layer._buffers}  # noqa: SLF001
     stub.forward = lambda *_, **__: gate.skip(number)
     return stub
 
@@ -186,12 +195,14 @@ class Gate:
         self.layers = layers
         self.is_open = False
         self.received: Any = None
+        self.strangers: list[str] = []
+        """Parts of other stages that were used in this forward; what they made is NaN."""
         self._nothing: Any = None
         self._seen: set[int] = set()
 
     def open(self, received: tuple[Tensor, ...], structure: Structure) -> None:
         """Begin a forward with the output of the layer before this stage's first."""
-        self.is_open, self._seen = True, set()
+        self.is_open, self._seen, self.strangers = True, set(), []
         self.received = unpack(received, structure)
         self._nothing = unpack(tuple(stand_in(tensor) for tensor in received), structure)
 
@@ -214,8 +225,9 @@ class Gate:
         self._seen.add(number)
         return self.received if number == self.own.start - 1 else self._nothing
 
-    def refuse_late(self, path: str) -> None:
-        """Refuse a part of another stage that is used where this stage's layers have begun."""
+    def meet_stranger(self, path: str) -> None:
+        """Note that a part of another stage is used; refuse it where this stage's layers have begun."""
+        self.strangers.append(path)
         if self.is_open and self.own.start and self.has_skipped_all:
             raise JobError(
                 f"{path} is registered before {self.layers} and used after it, so it is on the wrong pipeline stage",
@@ -297,9 +309,30 @@ class Stage(nn.Module):
             self._check_start()
             tensors, self.outgoing = pack(left.output, f"{self._gate.layers}.{self._gate.own[-1]}")
             return tensors
+        except RuntimeError as error:
+            if "more than one element of the written-to tensor" not in str(error):
+                raise
+            raise JobError(
+                "the model writes into a parameter in its forward pass, and that one is on another pipeline stage",
+                fix="use pp = 1",
+            ) from error
         finally:
             self._gate.close()
         return result
+
+    def refuse_nan(self, given: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        """Refuse a model that made NaN of what it was given: it used what other stages hold; called after forward."""
+        strangers = self._gate.strangers
+        if any(bool(tensor.isnan().any()) for tensor in given):
+            return
+        if any(bool(tensor.isnan().any()) for tensor in sent):
+            used = f" of {strangers[0] or 'the model itself'}" if strangers else ""
+            raise JobError(
+                f"pipeline stage {self.index} made NaN of finite numbers: it used a parameter{used} of another stage,"
+                f" which is NaN here (what is registered before {self._gate.layers} is on the first stage, what comes"
+                " after it on the last)",
+                fix="register parameters on the side of the layers where forward uses them, or use pp = 1",
+            )
 
     def _check_start(self) -> None:
         if not self._gate.has_skipped_all:

@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING
 from shardwise.errors import PlanError
 from shardwise.parallel.stage_plan import check_pipeline
 from shardwise.parallel.support_deepspeed import check_deepspeed
+from shardwise.parallel.support_rounds import check_rounds
+from shardwise.plan.cost.holdings import uses_ddp
 
 if TYPE_CHECKING:
     from shardwise.plan import Plan
+
+__all__ = ["require_supported", "uses_ddp"]
 
 
 def require_supported(plan: Plan) -> None:
@@ -21,16 +25,14 @@ def require_supported(plan: Plan) -> None:
     _check_precision(plan)
     _check_sharding(plan)
     _check_communication(plan)
+    _check_forms(plan)
+    check_rounds(plan)
     check_pipeline(plan)
 
 
 def _check_unbuilt(plan: Plan) -> None:
-    default = type(plan)()
-    if plan.layout.cp > 1:
-        raise PlanError(f"plan {plan.layout} uses axis cp, which is not built yet", fix="use tp, or shorter sequences")
-    for name in ("engine", "capture"):
-        if getattr(plan, name) != getattr(default, name):
-            raise PlanError(f"plan {name} = {getattr(plan, name)!r} is not built yet", fix="leave it at its default")
+    if plan.engine != "torch":
+        raise PlanError(f"plan engine = {plan.engine!r} is not built yet", fix="leave it at its default")
     if "nvme" in (plan.offload.parameters, plan.offload.optimizer):
         raise PlanError(
             "plan offloads to nvme, which engine torch does not", fix='use "cpu", or --set engine=deepspeed'
@@ -81,11 +83,29 @@ def _check_communication(plan: Plan) -> None:
             "plan has static_graph with accumulation, and DDP cannot hold a static graph back",
             fix='set gradient_sync = "every", or leave static_graph off',
         )
+    if options.find_unused_parameters and plan.fused_loss and uses_ddp(plan):
+        raise PlanError(
+            "plan has find_unused_parameters with fused_loss, and DDP would not see that the loss uses the head",
+            fix="leave one of them at its default",
+        )
+
+
+def _check_forms(plan: Plan) -> None:
+    """Refuse forms of the step and of sequences that do not go together."""
+    if plan.layout.cp > 1 and plan.layout.pp > 1:
+        raise PlanError(
+            f"plan {plan.layout} cuts sequences and stages, whose slices would not know their positions",
+            fix="use cp with shard, replicate or tp, or pp without cp",
+        )
+    if plan.layout.cp > 1 and plan.compile == "model":
+        raise PlanError(
+            f"plan {plan.layout} exchanges heads inside blocks, of which one graph of the whole model knows nothing",
+            fix='use compile = "blocks"',
+        )
+    if plan.capture == "step" and plan.layout.pp > 1:
+        raise PlanError(
+            f"plan captures the step, and the stages of {plan.layout} hand activations to each other in it",
+            fix='use capture = "none", or a plan without pp',
+        )
     if plan.sequence_parallel and plan.layout.tp == 1:
         raise PlanError("plan has sequence_parallel with tp = 1, which cuts nothing", fix="use tp 2 or more")
-
-
-def uses_ddp(plan: Plan) -> bool:
-    """Whether DDP sums the gradients: parameters whole on every rank, one stage, no tensor-cut parts."""
-    layout = plan.layout
-    return plan.zero < 2 and layout.dp > 1 and layout.pp == layout.tp == layout.cp == 1

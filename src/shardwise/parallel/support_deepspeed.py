@@ -18,14 +18,14 @@ def check_deepspeed(plan: Plan) -> None:
     _check_precision(plan)
     _check_offload(plan)
     default = type(plan)()
-    for name in ("compile", "capture"):
+    for name in ("compile", "capture", "fused_loss"):
         if getattr(plan, name) != getattr(default, name):
             raise PlanError(f"plan {name} = {getattr(plan, name)!r} is not for engine deepspeed", fix=_NATIVE)
-    for name in ("compression", "find_unused_parameters", "static_graph", "broadcast_buffers"):
+    for name in ("compression", "find_unused_parameters", "static_graph", "broadcast_buffers", "sync_every"):
         value = getattr(plan.communication, name)
         if value != getattr(default.communication, name):
             raise PlanError(
-                f"plan communication.{name} = {value!r} is an option of DDP, not of engine deepspeed",
+                f"plan communication.{name} = {value!r} is not for engine deepspeed",
                 fix=f"leave it at its default, or {_NATIVE}",
             )
 

@@ -17,18 +17,22 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from shardwise.errors import JobError, PlanError
+from shardwise.parallel.adapters import adapter_output, has_adapter
 from shardwise.parallel.collectives import all_gathered, all_reduced, own_part, sum_scattered
 from shardwise.parallel.keyed_masks import CutRegion, keyed_dropouts
 from shardwise.parallel.tensor_random import CutRandom, draws_masks
 from shardwise.parallel.tensor_rules import (
+    CUT_FACTORS,
     block_patterns,
     check_tensor,
     cut_dimension,
+    divide_heads,
     is_transposed,
     matches,
     styles_by_name,
     within,
 )
+from shardwise.parallel.torch_layers import lend_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -59,11 +63,14 @@ def tensor_parallel(module: nn.Module, mesh: DeviceMesh, rules: Mapping[str, str
     _distribute(module, mesh, styles)
     for name, child in list(module.named_modules()):
         _install(child, name, styles, flow)
+    lend_parameters(module, _local)
     for pattern in flow.blocks:
         _cut_stream(module, pattern, flow)
     for name, style in styles.items():
         if style == "sequence" and sequence:
             _hand_out_whole(module.get_submodule(name), flow)
+        elif style == "heads":
+            divide_heads(module.get_submodule(name), mesh.size())
     if flow.random is not None:
         for scope in _scopes(module, styles):
             _leave_in_the_end(scope, flow.random)
@@ -205,7 +212,7 @@ def _install(child: nn.Module, name: str, styles: Mapping[str, str], flow: _Flow
         child.forward = _vocab(child, flow)
     else:
         above = [".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 2)]
-        summed = in_block or any(styles.get(outer) == "summed" for outer in above)
+        summed = style not in CUT_FACTORS and (in_block or any(styles.get(outer) == "summed" for outer in above))
         child.forward = _whole(child, summed=summed)
 
 
@@ -215,11 +222,13 @@ def _column(module: Any, flow: _Flow, *, gathered: bool, in_block: bool) -> Call
 
     def forward(input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
         x = input if in_block else flow.entry(input)
+        if flow.random is not None and has_adapter(module):
+            flow.random.leave()  # what the adapter drops is whole, also where a column before has begun the cut
         output = _linear(module, x, _local(module.bias))
         if gathered:
             flow.entry.forget()
             return _convert(output, flow.mesh, Shard(output.ndim - 1), Replicate(), grad=Replicate(), width=width)
-        if module.training and not in_block:
+        if module.training:
             flow.begin_cut()
         return output
 
@@ -230,11 +239,13 @@ def _row(module: Any, flow: _Flow, *, split: bool, in_block: bool) -> Callable[[
     """Inputs cut over ranks, outputs summed; the bias is added once, after the sum."""
 
     def forward(input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
-        if not in_block:
-            flow.end_cut()
         last = Shard(input.ndim - 1)
         x = _convert(input, flow.mesh, Replicate(), last, grad=last) if split else input
-        share = _linear(module, x, None)
+        if split and not in_block and module.training and has_adapter(module):
+            flow.begin_cut()
+        share = _linear(module, x, None)  # inside the cut region: its adapter drops what is each rank's own
+        if not in_block:
+            flow.end_cut()
         target = Shard(TOKENS) if in_block else Replicate()
         output = _convert(share, flow.mesh, Partial(), target, grad=target)
         bias = _local(module.bias, summed=in_block)
@@ -245,7 +256,8 @@ def _row(module: Any, flow: _Flow, *, split: bool, in_block: bool) -> Callable[[
 
 def _linear(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     weight: Any = _local(module.weight)
-    return functional.linear(x, weight.T if is_transposed(module) else weight, bias)
+    output = functional.linear(x, weight.T if is_transposed(module) else weight, bias)
+    return output + adapter_output(module, x) if has_adapter(module) else output
 
 
 def _vocab(module: Any, flow: _Flow) -> Callable[[Tensor], Tensor]:

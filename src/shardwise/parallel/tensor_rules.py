@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from shardwise.errors import JobError, PlanError, nearest
+from shardwise.job.lora import DOWN, UP
+from shardwise.job.rules_file import as_rules
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -21,10 +23,14 @@ STYLES = {
     "vocab": "an embedding cut over its vocabulary",
     "sequence": "a norm of a repeated block that feeds column modules; the stream it reads may be cut by tokens",
     "summed": "whole parameters used between column and row, so that each rank sees its own heads alone",
+    "heads": "a module that keeps the number of its heads: there are only this rank's, between column and row",
 }
 """Style -> what it does. Modules without a rule are whole on every rank."""
 
 _LINEAR = frozenset({"column", "column_gathered", "row", "row_split"})
+
+CUT_FACTORS = frozenset({"cut_outputs", "cut_inputs"})
+"""Styles of those factors of adapters that are cut with the matrix they stand beside; no user names them."""
 
 _FROM_TRANSFORMERS = {
     "colwise": "column",
@@ -39,17 +45,21 @@ _FROM_TRANSFORMERS = {
 
 _HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_heads", "kv_heads", "n_head", "n_heads")
 
+_WIDTHS = ("embed_dim", "hidden_size", "all_head_size", "inner_dim", "d_model", "n_embd", "dim", "width")
+
 _EXAMPLE = 'give Job(tensor_rules={"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"})'
+_NO_RULES = f"{_EXAMPLE}, have them proposed (shardwise verify JOB.py --propose-rules), or use tp 1"
 
 
-def find_rules(module: nn.Module, given: Mapping[str, str] | None) -> Mapping[str, str]:
+def find_rules(module: nn.Module, given: Mapping[str, str] | str | None) -> Mapping[str, str]:
     """Return name pattern -> style for `module`: the job's rules, the model's own, or transformers' plan.
 
     In a pattern `*` stands for one part of a dotted name. Every rule fits the module, or is refused by name.
     """
-    rules = _own_rules(module) if given is None else dict(given)
+    asked = as_rules(given)
+    rules = _own_rules(module) if asked is None else dict(asked)
     if not rules:
-        raise PlanError(f"{type(module).__name__} has no rules for tensor parallelism", fix=f"{_EXAMPLE}, or use tp 1")
+        raise PlanError(f"{type(module).__name__} has no rules for tensor parallelism", fix=_NO_RULES)
     names = [name for name, _ in module.named_modules()]
     for pattern, style in rules.items():
         if style not in STYLES:
@@ -58,7 +68,22 @@ def find_rules(module: nn.Module, given: Mapping[str, str] | None) -> Mapping[st
             raise JobError(f"tensor rule {pattern!r} matches no module", fix=nearest(pattern, map(_general, names)))
     for name, style in styles_by_name(module, rules).items():
         _check_kind(name, module.get_submodule(name), style)
-    return rules
+    return rules | _adapter_rules(rules, names)
+
+
+def _adapter_rules(rules: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    """Return how adapters follow the modules they stand beside: one factor is cut, of the other gradients are summed.
+
+    Beside a column A x is whole and B gives each rank its outputs; beside a row A takes each rank's inputs, and what B
+    makes of them is a share of the sum that the row makes anyway.
+    """
+    found: dict[str, str] = {}
+    for pattern, style in rules.items():
+        if style in _LINEAR and any(matches(f"{pattern}.{UP}", name) for name in names):
+            is_row = style in {"row", "row_split"}
+            found[f"{pattern}.{DOWN}"] = "cut_inputs" if is_row else "summed"
+            found[f"{pattern}.{UP}"] = "summed" if is_row else "cut_outputs"
+    return found
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -93,8 +118,10 @@ def within(patterns: Iterable[str], name: str) -> bool:
 
 def cut_dimension(module: nn.Module, style: str | None, kind: str) -> int | None:
     """Return the dimension along which a rule cuts parameter `kind` of a module; None leaves it whole."""
-    if style == "vocab":
+    if style in {"vocab", "cut_outputs"}:
         return 0
+    if style == "cut_inputs":
+        return 1
     if style in {"column", "column_gathered"}:
         return 1 if kind == "weight" and is_transposed(module) else 0
     if style in {"row", "row_split"} and kind == "weight":
@@ -102,9 +129,29 @@ def cut_dimension(module: nn.Module, style: str | None, kind: str) -> int | None
     return None
 
 
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether it is a Linear with torch's own forward or transformers' Conv1D, whose arithmetic is known."""
+    return type(module).forward is nn.Linear.forward or is_transposed(module)
+
+
 def is_transposed(module: nn.Module) -> bool:
     """Whether it is transformers' Conv1D, a linear module whose weight is [inputs, outputs]."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def counts_heads(module: nn.Module) -> bool:
+    """Whether a module keeps the number of its heads in an attribute of its own, where style "heads" divides it."""
+    return any(name in _HEADS for name, _ in _own_counts(module))
+
+
+def divide_heads(module: nn.Module, degree: int) -> None:
+    """Have a module count the heads of one of `degree` ranks, and the width that these have together."""
+    for name, count in _own_counts(module):
+        setattr(module, name, count // degree)
+
+
+def _own_counts(module: nn.Module) -> list[tuple[str, int]]:
+    return [(name, value) for name, value in vars(module).items() if name in _HEADS + _WIDTHS and type(value) is int]
 
 
 def check_tensor(module: nn.Module, degree: int, rules: Mapping[str, str], *, sequence: bool = False) -> None:
@@ -161,7 +208,7 @@ def _translate(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 def _with_embeddings(module: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
     """Cut an embedding together with the head it is tied to; leave both whole where it cannot be cut."""
     embeddings = {name: child for name, child in module.named_modules() if isinstance(child, nn.Embedding)}
-    whole = {id(child.weight) for child in embeddings.values() if not _can_cut_vocabulary(child)}
+    whole = {id(child.weight) for child in embeddings.values() if not can_cut_vocabulary(child)}
     kept, tied = dict(rules), set()
     for name, style in styles_by_name(module, rules).items():
         weight = id(getattr(module.get_submodule(name), "weight", None))
@@ -172,7 +219,7 @@ def _with_embeddings(module: nn.Module, rules: Mapping[str, str]) -> dict[str, s
     return kept | {name: "vocab" for name, child in embeddings.items() if id(child.weight) in tied}
 
 
-def _can_cut_vocabulary(module: nn.Module) -> bool:
+def can_cut_vocabulary(module: nn.Module) -> bool:
     """Whether it is a plain Embedding: a subclass may compute anything, the two options look at all rows."""
     return type(module).forward is nn.Embedding.forward and not (module.max_norm or module.scale_grad_by_freq)
 
@@ -208,9 +255,9 @@ def _general(name: str) -> str:
 def _check_kind(name: str, module: nn.Module, style: str) -> None:
     """Refuse a style on a module whose arithmetic it does not know."""
     kind = type(module)
-    if style in _LINEAR and kind.forward is not nn.Linear.forward and not is_transposed(module):
+    if style in _LINEAR and not is_plain_linear(module):
         raise JobError(f"tensor rule {style!r} names {name}, a {kind.__name__}", fix="name plain Linear modules only")
-    if style == "vocab" and not _can_cut_vocabulary(module):
+    if style == "vocab" and not can_cut_vocabulary(module):
         raise JobError(
             f"tensor rule 'vocab' names {name}, which is not a plain Embedding without max_norm and scale_grad_by_freq",
             fix="leave it out of the tensor rules",
@@ -222,6 +269,8 @@ def _counts(module: nn.Module, styles: Mapping[str, str]) -> Iterator[tuple[str,
     for name, style in styles.items():
         if style == "column" and "att" in name.lower():
             yield from _heads(module, name)
+        elif style == "heads":
+            yield from ((f"{name}.{own}, which is {n}", n) for own, n in _own_counts(module.get_submodule(name)))
     for name, style in styles.items():
         # A head or a vocabulary may be cut unevenly: GPT-2's 50,257 tokens divide by nothing useful.
         if style in {"column", "row", "row_split"}:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping  # noqa: TC003 - read at run time by check_types
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
@@ -62,6 +63,12 @@ class Communication:
     """Copy rank 0's buffers to all before each forward; for buffers that differ by rank."""
     prefetch: int = 1
     """Sharded blocks gathered ahead of use."""
+    sync_every: int = 1
+    """Optimizer steps that replicas train on their own before they meet; 1 sums gradients in every step."""
+    outer_lr: float = 0.5
+    """How far the common weights move along the mean of the replicas' moves; matters when sync_every > 1."""
+    outer_momentum: float = 0.3
+    """Nesterov's, of that move; 0 with outer_lr = 1 averages weights. Measured in docs/low-communication.md."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +95,7 @@ class Plan:
     version: int = VERSION
     layout: Layout = field(default_factory=Layout)
     zero: Literal[0, 1, 2, 3] = 0
-    """What the shard axis cuts: optimizer (1), gradients (2), parameters (3); 0 exactly when shard = 1."""
+    """What the shard axis cuts: optimizer (1), gradients (2), parameters (3); 0 exactly when shard = 1 (cp: any)."""
     micro_batch: int = 1
     """Samples per forward pass and reader."""
     accumulation: int = 1
@@ -99,6 +106,8 @@ class Plan:
     compile: Literal["none", "blocks", "model"] = "none"
     """Repeated blocks one by one (one graph for all layers, quick to compile), or the whole model as one graph."""
     capture: Literal["none", "step"] = "none"
+    fused_loss: bool = False
+    """Cross entropy from the head's input, chunk by chunk: logits [tokens, vocabulary] are never held whole."""
     sequence_parallel: bool = False
     """Between tensor-parallel parts, cut activations along the sequence; matters when layout.tp > 1."""
     batch_norm: Literal["sync", "local"] = "sync"
@@ -118,13 +127,12 @@ class Plan:
         for name in ("micro_batch", "accumulation"):
             if getattr(self, name) < 1:
                 raise PlanError(f"plan {name} is {getattr(self, name)}", fix="use a whole number of at least 1")
-        if (self.zero == 0) != (self.layout.shard == 1):
+        if (self.zero == 0) != (self.layout.shard == 1) and not (self.layout.shard == 1 < self.layout.cp):
             raise PlanError(
                 f"plan has zero = {self.zero} with shard = {self.layout.shard}",
-                fix="use zero 1, 2 or 3 exactly when shard is above 1",
+                fix="use zero 1, 2 or 3 exactly when shard is above 1, or with cp, whose ranks are shards too",
             )
-        if self.communication.bucket_mb <= 0:
-            raise PlanError(f"plan bucket_mb is {self.communication.bucket_mb}", fix="use a size above 0")
+        _check_ranges(self.communication)
 
     @classmethod
     def preset(
@@ -152,6 +160,20 @@ class Plan:
         """Samples per optimizer step over the whole world."""
         return self.micro_batch * self.accumulation * self.layout.dp
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether the step becomes one CUDA graph on a GPU: asked for, no rank to wait for, nothing on the host."""
+        return self.capture == "step" and self.layout.world_size == 1 and self.offload.optimizer == "none"
+
+    @property
+    def reader_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks read other samples and sum their gradients in every step."""
+        return ("shard",) if self.communication.sync_every > 1 else ("replicate", "shard")
+
+    def replica(self, rank: int) -> int:
+        """Return which of the replicas that train on their own a rank belongs to; 0 where none does."""
+        return self.layout.coordinate(rank).replicate if self.communication.sync_every > 1 else 0
+
     def source(self, name: str) -> str:
         """Say where the value of a dotted field came from."""
         own = [source for key, source in self.sources.items() if key.startswith(f"{name}.")]
@@ -174,14 +196,28 @@ class Plan:
         shard = _refit_shard(layout, dp)
         batch = refit_batch(self.batch_size, dp=dp, largest_micro_batch=self.micro_batch)
         source = f"refitted to {world_size} ranks"
+        every = self.communication.sync_every if dp > shard else 1  # one replica has none to meet
+        rounds = ("communication.sync_every",) if every != self.communication.sync_every else ()
         return dataclasses.replace(
             self,
+            communication=dataclasses.replace(self.communication, sync_every=every),
             layout=dataclasses.replace(layout, shard=shard, replicate=dp // shard),
-            zero=self.zero if shard > 1 else 0,
+            zero=self.zero if shard * layout.cp > 1 else 0,
             micro_batch=batch.micro_batch,
             accumulation=batch.accumulation,
-            sources={**self.sources, "layout": source, "micro_batch": source, "accumulation": source},
+            sources={**self.sources, **dict.fromkeys(("layout", "micro_batch", "accumulation", *rounds), source)},
         )
+
+
+def _check_ranges(options: Communication) -> None:
+    if options.bucket_mb <= 0:
+        raise PlanError(f"plan bucket_mb is {options.bucket_mb}", fix="use a size above 0")
+    if options.sync_every < 1:
+        raise PlanError(f"plan sync_every is {options.sync_every}", fix="use a whole number of at least 1")
+    if not 0 < options.outer_lr < math.inf:
+        raise PlanError(f"plan outer_lr is {options.outer_lr}", fix="use a number above 0, such as 0.7")
+    if not 0 <= options.outer_momentum < 1:
+        raise PlanError(f"plan outer_momentum is {options.outer_momentum}", fix="use a number from 0 to below 1")
 
 
 def _refit_shard(layout: Layout, dp: int) -> int:

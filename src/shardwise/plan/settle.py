@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardwise.job import Job
-    from shardwise.plan.model.shape import Model
+    from shardwise.plan.model.forms import Model
     from shardwise.plan.plan import DType
 
 Chooser = Callable[[int], tuple[Plan | None, str]]

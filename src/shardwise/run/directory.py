@@ -57,6 +57,11 @@ class RunDirectory:
         return self.path / "weights.pt"
 
     @property
+    def adapter(self) -> Path:
+        """Folder of trained adapters in peft's format; absent for a job without."""
+        return self.path / "adapter"
+
+    @property
     def sinks(self) -> Path:
         """Folder of what mirrors into trackers remember and said."""
         return self.path / "sinks"

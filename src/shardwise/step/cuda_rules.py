@@ -90,6 +90,8 @@ class CudaRules(TorchFunctionMode):
         if not tensor.is_floating_point() or tensor.dtype in {dtype, torch.float64}:
             return tensor
         if not (tensor.is_leaf and tensor.requires_grad and dtype != torch.float32):
+            if tensor.is_leaf and dtype != torch.float32:
+                self.lowered.add(id(tensor))  # a frozen one, which autocast casts anew for each use
             return tensor.to(dtype)
         if id(tensor) not in self._casts:
             lower = tensor.to(dtype)

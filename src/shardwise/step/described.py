@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardwise.plan.model.shape import Model
+from shardwise.plan.model.forms import Model
+from shardwise.step.allowed import CP_DEGREES, context_degrees
 from shardwise.step.rehearsal import Subject
 from shardwise.step.trace import describe
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from shardwise.job import Job
     from shardwise.plan.plan import DType
 
-VERSION = 2
+VERSION = 4
 """Of how a description is made; another one is traced anew. Functions that a module calls are not looked at."""
 _BASES = {object, nn.Module}
 
@@ -55,6 +56,8 @@ def fingerprint(job: Job, compute: DType) -> str:
         digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode() if isinstance(leaf, Tensor) else repr(leaf).encode())
     for function in (job.loss.sum, job.forward):
         digest.update(_source(function).encode())
+    # Whether sequences can be cut is a matter of what samples hold, too: a padded mask cannot.
+    digest.update(repr(context_degrees(subject, max(CP_DEGREES))).encode())
     return digest.hexdigest()[:32]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from shardwise.parallel.gradsync import GradSync
     from shardwise.parallel.optimizer import Optimized
 
 Forms = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -27,9 +29,11 @@ class Held(NamedTuple):
     """Of parameters, in the dtype they are trained in."""
     states: dict[str, Tensor]
     """Of the optimizer, as PARAMETER/KEY."""
+    outer: Mapping[str, Tensor] = MappingProxyType({})
+    """Of what brings replicas together that train on their own, as KEY/PARAMETER."""
 
 
-def held_by(named: Iterable[tuple[str, nn.Parameter]], optimized: Optimized) -> Held:
+def held_by(named: Iterable[tuple[str, nn.Parameter]], optimized: Optimized, sync: GradSync) -> Held:
     """Return what the model and its optimizer hold; no copies, no communication."""
     states = {
         f"{name}/{key}": value
@@ -37,7 +41,7 @@ def held_by(named: Iterable[tuple[str, nn.Parameter]], optimized: Optimized) -> 
         for key, value in optimized.optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor)
     }
-    return Held({name: parameter.detach() for name, parameter in named}, states)
+    return Held({name: parameter.detach() for name, parameter in named}, states, sync.state())
 
 
 def make_states(optimized: Optimized, saved: Forms) -> None:

@@ -72,6 +72,8 @@ class Ledger(TorchDispatchMode):
         self._tags: dict[int, Tag] = {}
         self._sizes: dict[int, int] = {}
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._frozen: set[int] = set()
+        """Storages of weights that get no gradient, and of their casts."""
         self._held = [0.0, 0.0, 0.0]
         self._gradients = 0
         self._turned = False
@@ -80,6 +82,7 @@ class Ledger(TorchDispatchMode):
 
     def begin_segment(self) -> int:
         """Begin the next segment of the forward pass; returns its index."""
+        self.note()  # without what has died since the segment's last operator
         self._starts.append(torch._C._autograd._get_sequence_nr())
         self.tallies.append(Tally())
         self.note()
@@ -97,6 +100,12 @@ class Ledger(TorchDispatchMode):
         self._tags[storage._cdata] = tag
         self._watch(storage)
         self._count(storage._cdata, +1)
+
+    def tag_weight(self, weight: Tensor, *, cut: bool) -> None:
+        """Count a tensor as a weight, which tensor parallelism cuts or not."""
+        self.tag(weight, "cut weight" if cut else "weight")
+        if not weight.requires_grad:
+            self._frozen.add(weight.untyped_storage()._cdata)
 
     def gradient_made(self, weight: Tensor) -> None:
         """Count what is now a weight's gradient among the gradients."""
@@ -124,16 +133,18 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator, and write down what it made."""
-        args, kwargs = _on_one_device(args, kwargs or {})
+        name = func._schema.name
+        args, kwargs = _on_one_device(args, _with_real_places(name, args, kwargs or {}))
         result = func(*args, **kwargs)
         read, made = list(_tensors((args, tuple(kwargs.values())))), list(_tensors(result))
-        name = func._schema.name
         tag = self._tag_of(name, read)
         new = [tensor for tensor in made if tensor.untyped_storage()._cdata not in self._sizes]
         for tensor in new:
             self._tags[tensor.untyped_storage()._cdata] = tag
             self._watch(tensor.untyped_storage())
             self._count(tensor.untyped_storage()._cdata, +1)
+            if tag in _WEIGHTS and self._is_frozen(read):
+                self._frozen.add(tensor.untyped_storage()._cdata)
         if new:
             self.note()
             self._note_workspace(workspace_bytes(name, args), tag)
@@ -165,8 +176,9 @@ class Ledger(TorchDispatchMode):
             return
         if name == "aten::convolution" and not backward:
             weight, out = read[1], made[0]
-            rows = out.numel() // out.shape[1] // self.samples
-            tally.matmuls.append(Matmul(rows=rows, inner=weight.numel() // weight.shape[0], columns=weight.shape[0]))
+            rows, inner = out.numel() // out.shape[1] // self.samples, weight.numel() // weight.shape[0]
+            trained = not self._is_frozen([weight])
+            tally.matmuls.append(Matmul(rows=rows, inner=inner, columns=weight.shape[0], trained=trained))
             return
         if name in _ATTENTIONS and not backward:
             tally.attentions.append(_attention(call, self.samples))
@@ -194,11 +206,14 @@ class Ledger(TorchDispatchMode):
             cut = "columns" if tag == "cut" else "inner"
         elif tag == "cut" and count > 1:
             cut = "columns"
-        if count > 1:
-            return Matmul(
-                rows=rows, inner=left.shape[-1], columns=out.shape[-1], cut=cut, count=max(1, count // self.samples)
-            )
-        return Matmul(rows=max(1, rows // self.samples), inner=left.shape[-1], columns=out.shape[-1], cut=cut)
+        each = max(1, count // self.samples) if count > 1 else 1
+        rows = rows if count > 1 else max(1, rows // self.samples)
+        trained = not self._is_frozen(operands)
+        return Matmul(rows=rows, inner=left.shape[-1], columns=out.shape[-1], cut=cut, count=each, trained=trained)
+
+    def _is_frozen(self, read: Iterable[Tensor]) -> bool:
+        """Whether a weight that gets no gradient is among them."""
+        return any(tensor.untyped_storage()._cdata in self._frozen for tensor in read)
 
     def _place(self) -> tuple[int, bool]:
         """Return the segment at work, and whether it runs backward."""
@@ -221,6 +236,7 @@ class Ledger(TorchDispatchMode):
         held = _HELD.get(self._tags.get(key, "")) is not None
         self._count(key, -1)
         del self._sizes[key], self._tags[key], self._refs[key]
+        self._frozen.discard(key)
         if held and self._turned:
             self.note()
 
@@ -248,6 +264,14 @@ def _attention(call: _Call, samples: int) -> Attention:
         keys=key.shape[2],
         causal=bool(given.get("is_causal", False)),
     )
+
+
+def _with_real_places(name: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Make rows of whole numbers on the host: models look at positions to see what kind of mask they need."""
+    dtype, device = kwargs.get("dtype"), kwargs.get("device")
+    whole = not dtype.is_floating_point if dtype is not None else all(type(each) is int for each in args)
+    is_row = name == "aten::arange" and device is not None and torch.device(device).type == "meta"
+    return {**kwargs, "device": torch.device("cpu")} if is_row and whole else kwargs
 
 
 def _on_one_device(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -22,29 +22,47 @@ class Length:
     steps_per_epoch: int | None
     """None for streams."""
     source: str
+    sync_every: int = 1
+    """Steps that replicas train on their own before they meet."""
+
+    def syncs_after(self, number: int) -> bool:
+        """Whether replicas are equal after `number` steps: where a round, an epoch or the training ends.
+
+        Rounds are counted within the epoch, so that its end cuts only the last one short.
+        """
+        within = number % (self.steps_per_epoch or self.num_steps)
+        return within % self.sync_every == 0 or number == self.num_steps
+
+    def is_due(self, number: int, every: int) -> bool:
+        """Whether what comes `every` so many steps comes after `number`: there or, if replicas differ, when they meet.
+
+        0 is never.
+        """
+        if not every or not self.syncs_after(number):
+            return False
+        last = next(before for before in range(number - 1, -1, -1) if self.syncs_after(before))
+        return number // every > last // every
 
     def ends_epoch(self, number: int) -> bool:
         """Whether step `number` (from 0) is the last of its epoch."""
         return self.steps_per_epoch is not None and (number + 1) % self.steps_per_epoch == 0
 
 
-def training_length(job: Job, dataset: Dataset[Any], steps_per_epoch: int | None) -> Length:
+def training_length(job: Job, dataset: Dataset[Any], steps_per_epoch: int | None, *, sync_every: int = 1) -> Length:
     """Settle the length; `steps_per_epoch` is None for a stream, which must be counted in steps."""
+    num_steps, source = _count_steps(job, dataset, steps_per_epoch)
+    return Length(num_steps=num_steps, steps_per_epoch=steps_per_epoch, source=source, sync_every=sync_every)
+
+
+def _count_steps(job: Job, dataset: Dataset[Any], steps_per_epoch: int | None) -> tuple[int, str]:
     if job.steps is not None:
-        return Length(num_steps=job.steps, steps_per_epoch=steps_per_epoch, source="steps of the job")
+        return job.steps, "steps of the job"
     if steps_per_epoch is None:
         raise JobError("a stream (IterableDataset) has no epochs and no known tokens", fix="give the job steps=")
     if job.epochs is not None:
-        return Length(
-            num_steps=job.epochs * steps_per_epoch,
-            steps_per_epoch=steps_per_epoch,
-            source=f"{job.epochs} epochs x {steps_per_epoch} steps",
-        )
+        return job.epochs * steps_per_epoch, f"{job.epochs} epochs x {steps_per_epoch} steps"
     per_sample = job.loss.count_of((job.collate or default_collate)([dataset[0]]), 1)
     if per_sample < 1:
         raise JobError("the first sample counts no token, so tokens= cannot be turned into steps", fix="give steps=")
-    return Length(
-        num_steps=math.ceil((job.tokens or 0) / (per_sample * job.batch_size)),
-        steps_per_epoch=steps_per_epoch,
-        source=f"{job.tokens} tokens / ({per_sample} in the first sample x batch_size {job.batch_size})",
-    )
+    source = f"{job.tokens} tokens / ({per_sample} in the first sample x batch_size {job.batch_size})"
+    return math.ceil((job.tokens or 0) / (per_sample * job.batch_size)), source

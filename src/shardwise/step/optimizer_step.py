@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from shardwise.job import Loss
 from shardwise.parallel.apply import unwrap
 from shardwise.parallel.batch_norm import batch_norms
+from shardwise.parallel.fused_loss import deferred_in_evaluation, deferring_heads, with_logits
 from shardwise.parallel.keyed_masks import KeyedMasks
 from shardwise.step.held import held_by, make_states
 from shardwise.step.step import NOTHING, StepReport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
 
     from shardwise.data.feed import MicroBatch, StepBatch
-    from shardwise.job import Job
+    from shardwise.job import Job, Metric
     from shardwise.step.held import Forms, Held
     from shardwise.step.step import StepParts
 
@@ -35,6 +37,7 @@ class OptimizerStep:
         self.origin = parts.origin
         self.number = parts.first_step
         self.base_rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._rate = self.base_rates[0]
         self.mark = parts.mark
         self._rate_factor = job.schedule
         self._autocast = parts.autocast
@@ -44,6 +47,7 @@ class OptimizerStep:
         self._batch_norms = batch_norms(model)
         self._masks = KeyedMasks(model, parts.autocast.device_type) if job.masks == "keyed" else None
         self._parameters = list(model.parameters())
+        self._heads = deferring_heads(model)
 
     @property
     def num_parameters(self) -> int:
@@ -56,7 +60,7 @@ class OptimizerStep:
 
     def held(self) -> Held:
         """Return the values and optimizer states of this rank; no communication."""
-        return held_by(self.named_parameters(), self.optimized)
+        return held_by(self.named_parameters(), self.optimized, self._sync)
 
     def room(self, saved: Forms) -> Held:
         """Return tensors to be filled, with the optimizer states in `saved`: those that are trained."""
@@ -74,11 +78,16 @@ class OptimizerStep:
         keys = None if micro_batch.places is None else micro_batch.places.keys()
         return self._masks.of(unwrap(module), keys, micro_batch.filled)
 
+    def _deferred(self) -> AbstractContextManager[None]:
+        """Surround a forward pass in evaluation: logits that training never holds whole are not made there either."""
+        return deferred_in_evaluation(self._heads) if self._heads else NOTHING
+
     def _begin(self) -> None:
         """Set the learning rates of this step."""
         factor = self._rate_factor(self.number, self.length.num_steps)
         for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
             group["lr"] = base * factor
+        self._rate = self.base_rates[0] * factor
 
     def _end(self, batch: StepBatch, total: Tensor) -> StepReport:
         """Move the parameters by their summed gradients and report, on every rank; `total` is this rank's loss sum."""
@@ -89,6 +98,25 @@ class OptimizerStep:
         for parameter in self._parameters:
             parameter.grad = None  # 15 us a step less than optimizer.zero_grad, which does the same
         number, self.number = self.number, self.number + 1
+        self._sync.finish_step(self.number)
         self.mark("data", self.number)
-        rate = self.optimizer.param_groups[0]["lr"]
-        return StepReport(number, batch.cursor, total, batch.samples, batch.denominator, rate, *update)
+        return StepReport(number, batch.cursor, total, batch.samples, batch.denominator, self._rate, *update)
+
+
+def measured(
+    output: Any, batch: Any, rows: int, measures: Mapping[str, Metric], *, whole: Any = None
+) -> dict[str, float]:
+    """Return sum and count of each measure; logits that were deferred are made where a metric reads them.
+
+    `whole` is the batch with all of its tokens, which are counted, where `batch` is a slice of them.
+    """
+    whole = batch if whole is None else whole
+    others = with_logits(output) if not all(isinstance(measure, Loss) for measure in measures.values()) else None
+    found: dict[str, float] = {}
+    for name, measure in measures.items():
+        if isinstance(measure, Loss):
+            found[name] = float(measure.sum(output, batch if measure.by_row else whole))
+        else:
+            found[name] = float(measure.sum(others, batch))
+        found[f"{name}/count"] = measure.count_of(whole, rows)
+    return found

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise.data.rows import cut_output, cut_rows, tensors
 from shardwise.errors import JobError, ShardwiseError
-from shardwise.step.optimizer_step import OptimizerStep
+from shardwise.step.optimizer_step import OptimizerStep, measured
 from shardwise.step.relay import Relay
 
 if TYPE_CHECKING:
@@ -86,11 +86,10 @@ class PipelineStep(OptimizerStep):
         found: dict[str, float] = {}
 
         def program(module: nn.Module) -> None:
-            with self._autocast():
+            with self._autocast(), self._deferred():
                 output, batch = self._forward(module, micro_batch)
-                for name, measure in measures.items() if micro_batch.rows else ():
-                    found[name] = float(measure.sum(output, batch))
-                    found[f"{name}/count"] = measure.count_of(batch, micro_batch.rows)
+                if micro_batch.rows:
+                    found.update(measured(output, batch, micro_batch.rows, measures))
 
         self._relay.run(program)
         return found
@@ -107,7 +106,8 @@ class PipelineStep(OptimizerStep):
                     "batches of this step have another shape than those before, and the pipeline's stages are sharded",
                     fix="collate to one length, or use replicate instead of shard",
                 )
-            self._ports[shape] = self._relay.probe(partial(self._probe, micro_batches[0]))
+            first = micro_batches[0]
+            self._ports[shape] = self._relay.probe(partial(self._probe, first), tensors(first.batch))
         # Imported here: torch's schedules bring dynamo along, 1.5 s that jobs without pipeline need not wait.
         from shardwise.step.pipeline_schedule import Schedule
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from shardwise.data.rows import cut_output, cut_rows
 from shardwise.parallel.apply import unwrap
-from shardwise.step.optimizer_step import OptimizerStep
+from shardwise.step.optimizer_step import OptimizerStep, measured
 from shardwise.step.step import NOTHING
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class PlainStep(OptimizerStep):
         """What forward calls in training."""
         self._loss = job.loss
         self._forward = job.forward
-        self._weight = 0.0
+        self._weight: float | None = None
         self._gradient: Tensor | None = None
 
     def __call__(self, batch: StepBatch) -> StepReport:
@@ -41,7 +42,7 @@ class PlainStep(OptimizerStep):
         weight = self._sync.gain / max(1, batch.denominator)
         return self._end(batch, self._accumulate(batch.micro_batches, weight))
 
-    def _accumulate(self, micro_batches: list[MicroBatch], weight: float) -> Tensor:
+    def _accumulate(self, micro_batches: list[MicroBatch], weight: float | Tensor) -> Tensor:
         """Add up the gradients of all micro-batches and, over ranks, of all readers; returns the loss sum."""
         # In the first step nothing communicates during backward: a parameter without gradient would leave DDP's
         # bucket waiting for it, and every other rank with it, before anybody could say its name.
@@ -61,7 +62,7 @@ class PlainStep(OptimizerStep):
         self._sync.finish()
         return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
-    def _backward(self, micro_batch: MicroBatch, weight: float) -> Tensor:
+    def _backward(self, micro_batch: MicroBatch, weight: float | Tensor) -> Tensor:
         """Forward, loss and backward of one micro-batch; returns its loss sum over real rows."""
         self.mark("forward", self.number)
         batch, rows, filled = micro_batch.batch, micro_batch.rows, micro_batch.filled
@@ -72,7 +73,8 @@ class PlainStep(OptimizerStep):
                 output = self._forward(self._trained, batch)
             if rows < filled and self._loss.by_row:
                 output, batch = cut_output(output, rows, filled), cut_rows(batch, rows, filled)
-            loss: Tensor = self._loss.sum(output, batch)
+            # A model's own mean counts what it counts on whole sequences, also where this rank has a slice of them.
+            loss: Tensor = self._loss.sum(output, batch if self._loss.by_row else micro_batch.uncut)
         self.mark("backward", self.number)
         del output  # backward does not need it, and the logits of a large vocabulary are gigabytes
         if not rows:
@@ -80,9 +82,11 @@ class PlainStep(OptimizerStep):
         self._pass_back(loss, weight)
         return loss.detach()
 
-    def _pass_back(self, loss: Tensor, weight: float) -> None:
-        """Back-propagate a loss sum with its weight."""
-        if weight != self._weight:
+    def _pass_back(self, loss: Tensor, weight: float | Tensor) -> None:
+        """Back-propagate a loss sum with its weight; a tensor is one that changes in its place."""
+        if isinstance(weight, torch.Tensor):
+            self._weight, self._gradient = None, weight.to(loss.dtype)
+        elif weight != self._weight:
             self._weight, self._gradient = weight, torch.full_like(loss, weight)
         # The weight goes in as the gradient of the loss: 20 us a step less than a product, forward and backward.
         self.update.scale(loss).backward(self._gradient)
@@ -95,17 +99,16 @@ class PlainStep(OptimizerStep):
     def measure(self, micro_batch: MicroBatch, measures: Mapping[str, Metric]) -> dict[str, float]:
         """Return sum and count of each measure over the real rows, without training; on every rank of a model."""
         batch, rows, filled = micro_batch.batch, micro_batch.rows, micro_batch.filled
-        with self._autocast():
-            output = self._forward(unwrap(self.model), batch)
-            if not rows:
-                return {}
-            if rows < filled:
+        whole = micro_batch.uncut
+        model = unwrap(self.model)
+        found: dict[str, float] = {}
+        with self._autocast(), self._deferred():
+            output = self._forward(model, batch)
+            if rows and rows < filled:
                 output, batch = cut_output(output, rows, filled), cut_rows(batch, rows, filled)
-            return {
-                key: value
-                for name, measure in measures.items()
-                for key, value in (
-                    (name, float(measure.sum(output, batch))),
-                    (f"{name}/count", measure.count_of(batch, rows)),
-                )
-            }
+                whole = cut_rows(whole, rows, filled)
+            if rows:
+                found = measured(output, batch, rows, measures, whole=whole)
+        if self._heads and isinstance(model, FSDPModule):
+            model.reshard()  # backward would, where a root unit stays whole after forward for it
+        return found

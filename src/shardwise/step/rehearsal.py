@@ -13,9 +13,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.data import default_collate
 
 from shardwise.errors import JobError, PlanError
+from shardwise.parallel.adapters import add_adapters
 from shardwise.parallel.apply import forget_caches
 from shardwise.parallel.blocks import find_blocks
 from shardwise.parallel.recompute import recompute_block
+from shardwise.parallel.sharded import DTYPES
 from shardwise.parallel.skeleton import skeleton
 from shardwise.parallel.tensor_rules import check_tensor, cut_dimension, find_rules, styles_by_name
 from shardwise.step.cuda_rules import CudaRules
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from shardwise.plan.model.shape import Recompute
     from shardwise.plan.plan import DType
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SAMPLES = (2, 4)
 """What grows with the micro-batch is told from what does not by two passes; batch norm needs more than one sample."""
 TP_DEGREES = (2, 4, 8, 16, 32, 64)
@@ -45,14 +46,19 @@ class Subject:
     blocks: Mapping[str, nn.Module]
     styles: Mapping[str, str]
     tp_degrees: tuple[int, ...]
+    narrow: frozenset[str]
+    """Parameters that the job's own model holds in the compute dtype."""
     samples: Sequence[Any]
 
     @classmethod
     def of(cls, job: Job, compute: DType, *, gathered: bool) -> Subject:
         """Build the model of a job without weights."""
         model = skeleton(job.model)[0].to("meta").train()
+        if job.lora is not None:
+            add_adapters(model, job.lora)
         forget_caches(model)  # they would carry tensors of one pass into the next
         dtype = DTYPES[compute]
+        narrow = frozenset(name for name, value in model.named_parameters() if value.dtype == dtype != torch.float32)
         if gathered or compute == "fp64":
             model.to(dtype) if compute == "fp64" else _lower_parameters(model, dtype)
         dataset = job.data("train")
@@ -68,6 +74,7 @@ class Subject:
             blocks=find_blocks(model),
             styles=styles,
             tp_degrees=degrees,
+            narrow=narrow if compute in {"bf16", "fp16"} else frozenset(),
             samples=[dataset[index % size] for index in range(max(SAMPLES))],
         )
 
@@ -83,7 +90,7 @@ class Subject:
         """Tell a ledger which tensors are weights, and which of them tensor parallelism cuts."""
         cut = {name: is_cut(self.model, name, self.styles) for name, _ in self.model.named_parameters()}
         for name, parameter in self.model.named_parameters():
-            ledger.tag(parameter, "cut weight" if cut[name] else "weight")
+            ledger.tag_weight(parameter, cut=cut[name])
             parameter.grad = None
         for buffer in self.model.buffers():
             ledger.tag(buffer, "weight")
@@ -142,8 +149,16 @@ class Pass:
     input_bytes: float
 
 
+class Reached(Exception):  # noqa: N818 - not an error: a forward pass that went as far as asked
+    """Raised by the forward of a head that is to be the end of a pass; carries what it was given."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
 def run_model(subject: Subject, samples: int) -> Pass:
-    """Run forward, loss and backward of the whole model, each kind of block once."""
+    """Run forward, loss and backward of the whole model, each kind of block once; to where a head raises Reached."""
     ledger, rules = Ledger(samples), subject.rules()
     model, job = subject.model, subject.job
     batch = subject.batch(samples)
@@ -153,7 +168,7 @@ def run_model(subject: Subject, samples: int) -> Pass:
     input_bytes = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
     calls: list[Call] = []
     uses: list[tuple[str, int]] = []
-    handles = [parameter.register_post_accumulate_grad_hook(ledger.gradient_made) for parameter in model.parameters()]
+    handles = _note_gradients(model, ledger)
     handles += _note_uses(subject, uses, ledger)
     handles += [
         model.get_submodule(name).register_forward_hook(lambda _, __, output: ledger.tag(output, "whole"))
@@ -166,10 +181,18 @@ def run_model(subject: Subject, samples: int) -> Pass:
         ledger.note()
         if subject.gathered:
             batch = to_compute(batch)  # as sharded models do with what they are given
-        loss = job.loss.sum(job.forward(model, batch), batch)
+        try:
+            end = job.loss.sum(job.forward(model, batch), batch)
+        except Reached as reached:
+            end = reached.hidden
         rules.forget_casts()
         ledger.turn_back()
-        loss.backward()
+        if end.ndim == 0:
+            end.backward()
+        else:
+            edges, outlines = _ends(end)
+            del end
+            torch.autograd.backward(edges, [_empty(outline) for outline in outlines])
     for handle in handles:
         handle.remove()
     return Pass(
@@ -184,6 +207,12 @@ def run_model(subject: Subject, samples: int) -> Pass:
 
 def _to_dtype(leaf: Any, dtype: torch.dtype) -> Any:
     return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _note_gradients(module: nn.Module, ledger: Ledger) -> list[Any]:
+    """Have every trained weight tell when its gradient is made."""
+    trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
+    return [parameter.register_post_accumulate_grad_hook(ledger.gradient_made) for parameter in trained]
 
 
 def _note_uses(subject: Subject, uses: list[tuple[str, int]], ledger: Ledger) -> list[Any]:
@@ -212,14 +241,15 @@ class _blocks_once:  # noqa: N801 - reads as a function
         self._calls = calls
         self._ledger = ledger
         self._made: dict[tuple[Any, ...], Any] = {}
+        self._forwards = [(block, block.__dict__.get("forward")) for block in subject.blocks.values()]
 
     def __enter__(self) -> None:
         for name, block in self._subject.blocks.items():
             block.forward = self._watched(name, block, block.forward)
 
     def __exit__(self, *_: object) -> None:
-        for block in self._subject.blocks.values():
-            del block.forward
+        for block, forward in self._forwards:
+            put_back(block, forward)
 
     def _watched(self, name: str, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -240,10 +270,18 @@ class _blocks_once:  # noqa: N801 - reads as a function
         return run
 
 
+def put_back(block: nn.Module, forward: Callable[..., Any] | None) -> None:
+    """Give a block its own forward again, or that of its class."""
+    if forward is None:
+        del block.forward
+    else:
+        block.forward = forward
+
+
 def _kind(block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    weights = tuple((name, tuple(value.shape), value.dtype) for name, value in block.named_parameters())
+    weights = tuple((name, _outline(value)) for name, value in block.named_parameters())
     leaves, form = tree_flatten((args, kwargs))
-    inputs = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+    inputs = tuple(_outline(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
     return type(block), weights, inputs, str(form)
 
 
@@ -258,13 +296,17 @@ def _outline(leaf: Any) -> Any:
     return _Outline(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
+def _empty(outline: _Outline) -> Tensor:
+    return torch.empty(outline.shape, dtype=outline.dtype, device="meta")
+
+
 class _Skipped(torch.autograd.Function):
     """Results out of nothing, whose gradient reaches the inputs."""
 
     @staticmethod
     def forward(ctx: Any, outlines: list[_Outline], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*inputs)
-        made = tuple(torch.empty(outline.shape, dtype=outline.dtype, device="meta") for outline in outlines)
+        made = tuple(_empty(outline) for outline in outlines)
         ctx.mark_non_differentiable(
             *(value for value, outline in zip(made, outlines, strict=True) if not outline.trained)
         )
@@ -287,10 +329,11 @@ def run_block(subject: Subject, call: Call, samples: int, policy: Recompute) -> 
     block = subject.blocks[call.name]
     ledger, rules = Ledger(samples), subject.rules()
     args, kwargs = tree_map(_fresh, (call.args, call.kwargs))
+    forward = block.__dict__.get("forward")
     if policy != "none":
         block.forward = rules.around(block.forward)
         recompute_block(block, selective=policy == "selective")
-    handles = [parameter.register_post_accumulate_grad_hook(ledger.gradient_made) for parameter in block.parameters()]
+    handles = _note_gradients(block, ledger)
     try:
         with rules, ledger:
             subject.tag_weights(ledger)
@@ -300,14 +343,15 @@ def run_block(subject: Subject, call: Call, samples: int, policy: Recompute) -> 
             ledger.turn_back()
             edges, outlines = _ends(result)
             del result  # the next part has let go of it when the gradient comes back
-            gradients = [torch.empty(outline.shape, dtype=outline.dtype, device="meta") for outline in outlines]
+            gradients = [_empty(outline) for outline in outlines]
             output_bytes = sum(gradient.nbytes for gradient in gradients)
-            torch.autograd.backward(edges, gradients)
+            if edges:  # none where all is frozen, and so is what comes before
+                torch.autograd.backward(edges, gradients)
     finally:
         for handle in handles:
             handle.remove()
         if policy != "none":
-            del block.forward
+            put_back(block, forward)
     return Pass(
         entries=ledger.entries, tallies=ledger.tallies, calls=[], uses=[], lowered=set(), input_bytes=output_bytes
     )

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.errors import JobError
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -43,16 +41,16 @@ class Relay:
             pass
 
     @torch.no_grad()
-    def probe(self, program: Program) -> dict[int, Ports]:
+    def probe(self, program: Program, inputs: Sequence[Tensor]) -> dict[int, Ports]:
         """Run once in eval mode and return the ports of this rank's stages; communicates over the pp group.
 
-        Batch statistics and random numbers stay as they are. `program` returns a tensor.
+        Batch statistics and random numbers stay as they are. `program` reads `inputs` and returns a tensor.
         """
         ports: dict[int, Ports] = {}
         with _eval_mode(self._stages):
             for stage, received, result in self._pass_on(program):
                 sent = (result,) if stage.is_last else result
-                _refuse_nan(stage, received, sent)
+                stage.refuse_nan(inputs if stage.is_first else received, sent)
                 ports[stage.index] = (_outlines(received), _outlines(sent))
         return ports
 
@@ -115,15 +113,3 @@ def _eval_mode(stages: Sequence[Stage]) -> Iterator[None]:
 
 def _outlines(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(tensor, device="meta", requires_grad=True) for tensor in tensors)
-
-
-def _refuse_nan(stage: Stage, received: tuple[Tensor, ...], sent: tuple[Tensor, ...]) -> None:
-    """Refuse a model that uses, behind its first layer, what was computed in front of it."""
-    if stage.is_first or not all(bool(tensor.isfinite().all()) for tensor in received):
-        return
-    if any(bool(tensor.isnan().any()) for tensor in sent):
-        raise JobError(
-            f"pipeline stage {stage.index} made NaN of finite numbers: it used a parameter of another stage, which"
-            " is NaN here (those registered before the layers are on the first stage, those after on the last)",
-            fix="register parameters on the side of the layers where forward uses them, or use pp = 1",
-        )

@@ -42,13 +42,13 @@ class StepReport(msgspec.Struct, frozen=True, gc=False):
     samples: int
     """Real samples over all readers."""
     denominator: int
-    """What the loss counts, over all readers."""
+    """What the loss counts, over all readers; where replicas train on their own, as if each counted what this does."""
     lr: float
     """Learning rate of the first parameter group."""
     grad_norm: Tensor | None
     """Norm of the whole gradient before clipping; None when nothing needed it."""
     skipped: Tensor | float
-    """1.0 when the gradient was not finite and the optimizer stood still, on every rank alike; else 0.0."""
+    """1.0 when the gradient was not finite and the optimizer stood still; on all ranks of a step alike; else 0.0."""
 
     @property
     def loss_share(self) -> Tensor:

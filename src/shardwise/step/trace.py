@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.errors import JobError, PlanError
-from shardwise.plan.model.shape import Amount, Model, ModelShape, Part, Weight
+from shardwise.plan.model.forms import Model
+from shardwise.plan.model.shape import Amount, ModelShape, Part, Weight
+from shardwise.step.allowed import context_degrees, head_of, length_of
 from shardwise.step.amounts import footprint_of, states_of, work_of
 from shardwise.step.rehearsal import SAMPLES, Call, Pass, Subject, is_cut, run_block, run_model
 
@@ -60,7 +62,7 @@ def _assemble(subject: Subject) -> ModelShape:
             continue
         weights = _outer_weights(subject, passes[0], segment)
         states = states_of(passes, segment)
-        if len(states) > 1 or weights:
+        if len(states) > 2 or weights:  # more than its beginning and its end
             footprint = footprint_of(states)
             parts.append(
                 Part(
@@ -72,7 +74,7 @@ def _assemble(subject: Subject) -> ModelShape:
                     output=Amount(),
                 )
             )
-    return ModelShape(
+    shape = ModelShape(
         name=type(subject.model).__name__,
         compute=subject.compute,
         gathered=subject.gathered,
@@ -84,6 +86,7 @@ def _assemble(subject: Subject) -> ModelShape:
         ties_samples=any(isinstance(module, _BatchNorm) for module in subject.model.modules()),
         source="traced",
     )
+    return replace(shape, cp_degrees=context_degrees(subject, shape.heads), head=head_of(subject))
 
 
 def _block_part(subject: Subject, calls: tuple[Call, Call], lowered: set[str]) -> Part:
@@ -130,6 +133,7 @@ def _weight(subject: Subject, name: str, lowered: set[str], *, tied: bool = Fals
         cut=is_cut(subject.model, name, subject.styles),
         cast=name in lowered,
         trained=value.requires_grad,
+        narrow=name in subject.narrow,
         tied=tied,
     )
 
@@ -146,7 +150,7 @@ def _counted(parts: Sequence[Part]) -> tuple[Part, ...]:
 
 
 def _tokens(subject: Subject) -> int | None:
-    count = subject.job.loss.count
-    if isinstance(count, str):
+    """Return the tokens of a sample: its length, or what the loss counts where its parts differ in length."""
+    if isinstance(subject.job.loss.count, str):
         return None
-    return max(1, int(subject.job.loss.count_of(subject.batch(1), 1)))
+    return length_of(subject.batch(SAMPLES[0])) or max(1, int(subject.job.loss.count_of(subject.batch(1), 1)))

@@ -10,14 +10,18 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.data.feed import Feed
+from shardwise.data.tokens import check_token_loss
 from shardwise.engines.deepspeed.build import build_deepspeed_step
 from shardwise.errors import JobError, PlanError
 from shardwise.parallel.apply import apply_plan, gradient_sync, stages_of
 from shardwise.parallel.batch_norm import foreign_batch_norms
 from shardwise.parallel.blueprint import job_blueprint, real_blueprint
+from shardwise.parallel.context_rules import check_context
 from shardwise.parallel.keyed_masks import key_dropouts
+from shardwise.parallel.lora import adapt_blueprint, check_dtypes
 from shardwise.parallel.norm import GradNorm
 from shardwise.parallel.optimizer import make_optimizer
+from shardwise.parallel.outer import by_rounds
 from shardwise.parallel.place import Place
 from shardwise.parallel.probe import without_gradient
 from shardwise.parallel.sharded import LOWER
@@ -26,12 +30,12 @@ from shardwise.parallel.stages import count_layers, find_layers, split_stages
 from shardwise.parallel.support import require_supported, uses_ddp
 from shardwise.parallel.tensor_rules import find_rules
 from shardwise.parallel.weights import share_values
+from shardwise.step.captured import plain_step
 from shardwise.step.marks import nvtx_ranges, tell
 from shardwise.step.pipeline import PipelineStep
-from shardwise.step.plain import PlainStep
 from shardwise.step.step import Autocast, StepParts, Surroundings
 from shardwise.step.update import choose_update
-from shardwise.train.reading import Reading, make_loader
+from shardwise.train.reading import Reading, make_loader, token_cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +43,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardwise.job import Job
-    from shardwise.layout import Layout
     from shardwise.parallel.blueprint import Blueprint
     from shardwise.parallel.stage_plan import StageCut
     from shardwise.plan import Plan
@@ -67,7 +70,7 @@ def build_step(
     when data, forward, backward and optimizer begin, on the host.
     """
     check_fit(job, plan, world)
-    place = find_place(plan.layout, world)
+    place = find_place(plan, world)
     blueprint = draw_up(job, plan, world)
     # On the host and by itself: its collectives run a step ahead of, and so beside, those of the model.
     feed_group = world.axis_group(plan.layout, ("replicate", "shard"), on_host=True)
@@ -79,7 +82,7 @@ def build_step(
         before_update=before_update,
         mark=tell(mark, nvtx_ranges()),
     )
-    seed = job.seed + 1 + plan.layout.data_index(world.rank)
+    seed = job.seed + 1 + plan.layout.draw_index(world.rank)
     if plan.engine == "deepspeed":
         step = build_deepspeed_step(job, plan, place, blueprint, around, local_rank=world.local_rank)
         torch.manual_seed(seed)
@@ -88,7 +91,8 @@ def build_step(
     torch.manual_seed(seed)  # readers draw different dropout masks, whatever the model's init drew
     named = [item for part in stages_of(model) for item in part.named_parameters()]
     trainable = _trainable(named)
-    sync = gradient_sync(model, plan, place)
+    inner = gradient_sync(model, plan, place)
+    sync = by_rounds(inner, model, trainable, plan=plan, place=place, ends_round=length.syncs_after)
     parts = StepParts(
         optimized=make_optimizer(
             job.optimizer,
@@ -100,11 +104,11 @@ def build_step(
         update=_make_update(job, plan, world, [parameter for _, parameter in trainable], sync.gain),
         autocast=Autocast(device_type=world.device.type, dtype=LOWER.get(plan.precision.compute)),
         origin=blueprint.weights.words if blueprint.weights is not None else "",
-        after_first_backward=_first_check(named, plan, feed_group, note),
+        after_first_backward=_first_check(named, plan, world, note),
         **vars(around),
     )
     if cut is None:
-        return PlainStep(job, model, parts)
+        return plain_step(job, model, parts, plan=plan, note=note)
     return PipelineStep(job, stages_of(model), parts, cut=cut, plan=plan, place=place)  # type: ignore[arg-type]
 
 
@@ -122,7 +126,9 @@ def _make_feed(
         device=world.device,
         fill=fill,
         float_dtype=torch.float64 if plan.precision.compute == "fp64" else None,
-        group=group,
+        group=world.axis_group(plan.layout, plan.reader_axes, on_host=True),
+        replicas=plan.layout.replicate if plan.communication.sync_every > 1 else 1,
+        cut=token_cut(job, plan, world),
     )
     return feed, length
 
@@ -144,6 +150,11 @@ def draw_up(job: Job, plan: Plan, world: World) -> Blueprint:
         size=world.size,
         double=plan.precision.parameter == "fp64",
     )
+    if job.lora is not None:
+        blueprint = adapt_blueprint(blueprint, job.lora, seed=job.seed)
+    check_dtypes(blueprint.module, plan, adapted=job.lora is not None)
+    if plan.layout.cp > 1:
+        check_context(blueprint.module, plan.layout, own_loss=not job.loss.by_row)
     if job.masks == "keyed":
         key_dropouts(blueprint.module, staged=plan.layout.pp > 1)
     if plan.layout.tp == 1:
@@ -168,22 +179,25 @@ def _lay_out(job: Job, blueprint: Blueprint, plan: Plan, place: Place) -> tuple[
     return cut, torch.nn.ModuleList(apply_plan(replace(blueprint, module=stage), plan, place) for stage in stages)
 
 
-def find_place(layout: Layout, world: World) -> Place:
-    """Communicate to find this rank's place in `layout`, its mesh and its fellow readers; called on every rank."""
+def find_place(plan: Plan, world: World) -> Place:
+    """Communicate to find this rank's place in the layout, its mesh and its fellow readers; called on every rank."""
+    layout = plan.layout.folded
     return Place(
         device=world.device,
         layout=layout,
         rank=world.rank,
         mesh=world.mesh(layout) if layout.world_size > 1 else None,
-        readers=world.axis_group(layout, ("replicate", "shard")),
+        readers=world.axis_group(layout, plan.reader_axes),
+        context=world.axis_group(plan.layout, ("cp",)),
     )
 
 
 def _make_update(job: Job, plan: Plan, world: World, parameters: list[nn.Parameter], gain: int) -> Update:
     """Choose the update; communicates where a gradient is spread over ranks, to join those."""
     cut_axes = tuple(axis for axis in ("shard", "tp") if axis != "shard" or plan.zero >= 2)
-    group = world.axis_group(plan.layout, ("pp", *cut_axes))
-    norm = GradNorm(parameters, layout=plan.layout, cut_axes=cut_axes, group=group, device=world.device)
+    layout = plan.layout.folded
+    group = world.axis_group(layout, ("pp", *cut_axes))
+    norm = GradNorm(parameters, layout=layout, cut_axes=cut_axes, group=group, device=world.device)
     return choose_update(
         norm,
         parameters=parameters,
@@ -196,12 +210,16 @@ def _make_update(job: Job, plan: Plan, world: World, parameters: list[nn.Paramet
 def _first_check(
     named: list[tuple[str, nn.Parameter]],
     plan: Plan,
-    group: dist.ProcessGroup | None,
+    world: World,
     note: Callable[[str], None],
 ) -> Callable[[], None] | None:
-    """Watch the first backward for parameters without gradient; a static graph must not be held back, nor needs it."""
-    if plan.communication.static_graph and group is not None:
+    """Watch the first backward for parameters without gradient; a static graph must not be held back, nor needs it.
+
+    Communicates to join the ranks that sum gradients.
+    """
+    if plan.communication.static_graph and uses_ddp(plan):
         return None
+    group = world.axis_group(plan.layout.folded, ("replicate", "shard"), on_host=True)
     return lambda: report_missing(without_gradient(named, group), plan, note)
 
 
@@ -215,13 +233,19 @@ def parallelize(model: nn.Module, plan: Plan, world: World) -> nn.Module:
     require_supported(plan)
     if plan.layout.pp > 1:
         raise PlanError(f"plan {plan.layout} has stages, which a loop of your own cannot run", fix="use build_step")
+    if plan.layout.cp > 1:
+        raise PlanError(f"plan {plan.layout} cuts sequences, which a loop of your own reads", fix="use build_step")
     if plan.zero == 1 or plan.offload.optimizer != "none":
         raise PlanError("the plan cuts the optimizer, which your own loop makes", fix="use build_step, or zero2")
+    if plan.communication.sync_every > 1:
+        raise PlanError("the plan syncs after steps of an optimizer, which your own loop makes", fix="use build_step")
+    if plan.capture == "step":
+        raise PlanError("the plan captures the step, which your own loop makes", fix="use build_step")
     if plan.precision.parameter == "fp64":
         model = model.double()
     if world.size > 1:
         share_values(model, world.device)
-    place = find_place(plan.layout, world)
+    place = find_place(plan, world)
     blueprint = real_blueprint(model)
     if plan.layout.tp > 1:
         blueprint = replace(blueprint, tensor_rules=find_rules(model, None))
@@ -250,6 +274,10 @@ def check_fit(job: Job, plan: Plan, world: World) -> None:
             f" a step, the job asks for {job.batch_size}",
             fix=f"use Plan.preset(name, {world.size}, batch_size={job.batch_size})",
         )
+    if plan.layout.cp > 1:
+        check_token_loss(job)
+    if job.lora is not None and plan.engine == "deepspeed":
+        raise PlanError("engine deepspeed trains no adapters here", fix="use --set engine=torch, or leave Job.lora out")
     if job.masks == "keyed" and (plan.engine != "torch" or plan.compile != "none"):
         raise PlanError(
             f"masks are keyed, and engine {plan.engine} with compile = {plan.compile} draws its own",
@@ -262,7 +290,7 @@ def report_missing(missing: dict[int, list[str]], plan: Plan, note: Callable[[st
     if not missing:
         return
     words = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in missing.items())
-    differs = plan.zero >= 2 and (len(missing) < plan.layout.dp or len(set(map(tuple, missing.values()))) > 1)
+    differs = plan.zero >= 2 and (len(missing) < plan.layout.folded.dp or len(set(map(tuple, missing.values()))) > 1)
     if differs or (uses_ddp(plan) and not plan.communication.find_unused_parameters):
         raise JobError(
             f"parameters got no gradient in the first step ({words})",

@@ -12,6 +12,7 @@ from shardwise.data.feed import MicroBatch
 from shardwise.data.loaders import ReaderShare, dataset_length
 from shardwise.data.rows import fill_rows, move, num_rows
 from shardwise.parallel.apply import unwrap
+from shardwise.train.reading import token_cut
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,10 +35,11 @@ def evaluate(job: Job, plan: Plan, world: World, *, step: Step, dataset: Dataset
     module.eval()
     share_buffers(module, world.axis_group(plan.layout, ("replicate", "shard")))
     tells = plan.layout.tells_loss(world.rank)
+    counts = tells and plan.layout.coordinate(world.rank).cp == 0  # slices have sums of their own, and one count
     for micro_batch in _micro_batches(job, plan, world, dataset):
         found = step.measure(micro_batch, measures)
-        if tells:
-            for name, value in found.items():
+        for name, value in found.items():
+            if counts or (tells and not name.endswith("/count")):
                 sums[name] += value
     for part, was_training in modes:  # one by one: some may have been frozen in eval mode by the user
         part.training = was_training
@@ -64,6 +66,7 @@ def _micro_batches(job: Job, plan: Plan, world: World, dataset: Dataset[Any]) ->
     meets = plan.zero >= 2 and plan.layout.dp > 1
     group = world.axis_group(plan.layout, ("replicate", "shard"), on_host=True) if meets else None
     fills = plan.layout.pp > 1 and job.loss.by_row
+    cut = token_cut(job, plan, world, job.metrics)
     dtype = torch.float64 if plan.precision.compute == "fp64" else None
     spare: Any = None
     batches = iter(_reader_batches(job, plan, world, dataset))
@@ -77,7 +80,9 @@ def _micro_batches(job: Job, plan: Plan, world: World, dataset: Dataset[Any]) ->
         spare, filled = batch, num_rows(batch)
         if fills and filled < plan.micro_batch:
             batch, filled = fill_rows(batch, filled, plan.micro_batch), plan.micro_batch
-        yield MicroBatch(move(batch, world.device, dtype), rows, filled)
+        mine = batch if cut is None else cut(batch)
+        whole = None if cut is None else batch
+        yield MicroBatch(move(mine, world.device, dtype), rows, filled, None, whole)
 
 
 def _anyone_has(rows: int, group: dist.ProcessGroup | None) -> bool:

@@ -1,26 +1,37 @@
-"""Exporting: the trained weights as one plain file, from any strategy."""
+"""Exporting: the trained weights as one plain file, and adapters as a folder that peft reads, from any strategy."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from shardwise.checkpoint.adapters import merge_state
 from shardwise.checkpoint.agreement import nothing_more, together
+from shardwise.checkpoint.convert_peft import write_adapters
+from shardwise.checkpoint.disk import remove_whole
+from shardwise.errors import JobError
+from shardwise.job.lora import is_adapter
+from shardwise.parallel.adapters import adapted as adapted_parts
 from shardwise.parallel.apply import stages_of
-from shardwise.parallel.gather import full_state_dict
+from shardwise.parallel.gather import full_state_dict, full_values
+from shardwise.parallel.tensor_rules import is_transposed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+T = TypeVar("T")
 
 
 def export(model: nn.Module, path: Path | str) -> None:
     """Write the model's whole state dict to `path` on rank 0; called on every rank, communicates over the world.
 
+    Adapters are merged into the weights they stand beside: the file is of the user's own model.
     `torch.load(path, weights_only=True)` reads it without shardwise. The file appears whole or not at all, replacing
     one that is there; if it cannot be written, every rank raises the same CheckpointError.
     """
@@ -29,8 +40,59 @@ def export(model: nn.Module, path: Path | str) -> None:
     for alias, name in _tied(model).items():
         if alias in weights:
             weights[alias] = weights[name]  # one memory, so one copy in the file
+    lora = adapter_facts(model)
+    if lora is not None:
+        weights = merge_state(weights, lora)
     group = dist.group.WORLD if dist.is_initialized() else None
     together(group, f"exporting {path}", lambda: _write(weights, path) if weights else None, nothing_more)
+
+
+def export_adapters(model: nn.Module, folder: Path | str, *, base: str | None = None) -> None:
+    """Write the adapters of `model` as peft does, on rank 0; called on every rank, communicates over the world.
+
+    `base` is where the frozen weights came from, for the file to say. The folder appears whole or not at all, replacing
+    one that is there.
+    """
+    folder = Path(folder)
+    lora = adapter_facts(model)
+    if lora is None:
+        raise JobError("the model has no adapters", fix="train a job with lora=, or use export")
+    trained = full_values(
+        item for stage in stages_of(model) for item in stage.named_parameters() if is_adapter(item[0])
+    )
+    names = [name for stage in stages_of(model) for name in stage.state_dict(keep_vars=True) if not is_adapter(name)]
+    frozen = [name for theirs in _from_all(names) for name in theirs]
+    group = dist.group.WORLD if dist.is_initialized() else None
+
+    def write() -> None:
+        draft = folder.with_name(f".exporting-{folder.name}-{secrets.token_hex(4)}")
+        try:
+            write_adapters(draft, trained, frozen, {**lora, "base": base})
+            if folder.is_dir():
+                remove_whole(folder)
+            draft.rename(folder)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+    together(group, f"exporting {folder}", write if trained else lambda: None, nothing_more)
+
+
+def adapter_facts(model: nn.Module) -> dict[str, Any] | None:
+    """Communicate over the world to say what the adapters of a model are (Lora.facts), None without; on every rank."""
+    found = [item for stage in stages_of(model) for item in adapted_parts(stage)]
+    mine = (found[0][1].lora if found else None, [name for name, part in found if is_transposed(part)])
+    everyone = _from_all(mine)
+    lora = next((own for own, _ in everyone if own is not None), None)
+    return None if lora is None else lora.facts({name for _, names in everyone for name in names})
+
+
+def _from_all(mine: T) -> list[T]:
+    """Return what every rank hands in; communicates over the world."""
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return [mine]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
 
 
 def _tied(model: nn.Module) -> dict[str, str]:

@@ -29,24 +29,26 @@ class Journal:
         self._events = events
         self._mark = mark
         self._has_warned = False
+        self._is_stopping = False
 
     def add(self, report: StepReport, *, publish: bool, stop: bool) -> bool:
         """Take one report; return whether any rank was asked to stop. Communicates over the world when it publishes.
 
-        It does so when asked, and by itself about once a second, at the same step on every rank.
+        It does so when asked, and by itself about once a second, at the same step on every rank; and in every step
+        from a request to stop on, since the training leaves when replicas have met.
         """
         self.samples += report.samples
-        if not self._window.add(report) and not publish:
+        if not self._window.add(report) and not publish and not self._is_stopping:
             return False
         self._mark("publish", report.number + 1)
         published = self._window.publish(self._world, stop=stop)
-        is_stopping: bool = published.pop("stop")
+        self._is_stopping |= published.pop("stop")
         self._events.write("steps", **published, memory_bytes=peak_bytes(self._world.device))
         self.skipped += published["skipped"]
         self.loss = published["losses"][-1]
         self._warn(published)
         self._mark("data", report.number + 1)
-        return is_stopping
+        return self._is_stopping
 
     def restart_clock(self) -> None:
         """Leave the time since the last publication out: it was not spent on steps."""

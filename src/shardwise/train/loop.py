@@ -64,7 +64,7 @@ def run_loop(
     """
     saving = Saving(saving_spec, job, plan, world, events) if saving_spec is not None else None
     replicas = Replicas(replica_spec or ReplicaSpec(), plan, world, events)
-    step = _begin(job, plan, world, events, saving, before_update=replicas.tap, mark=mark)
+    step = _begin(job, plan, world, events, saving, before_update=replicas.tap if world.size > 1 else None, mark=mark)
     first_step = step.number
     test_set = job.data("test")
     timeline.mark("model and data")
@@ -85,7 +85,7 @@ def run_loop(
             is_last = report.number + 1 == step.length.num_steps
             is_end = is_last or step.length.ends_epoch(report.number)
             # What a checkpoint holds is in the log before it: a crash leaves no gap in the curve.
-            is_due = is_end or (saving is not None and saving.is_due(step.number))
+            is_due = is_end or (saving is not None and saving.is_due(step))
             is_stopping = journal.add(report, publish=is_due, stop=stop.is_set)
             replicas.after(step, batch, is_due=is_due)
             if test_set is not None and is_end:
@@ -112,7 +112,7 @@ def _begin(
     events: EventLog,
     saving: Saving | None,
     *,
-    before_update: Callable[[], None],
+    before_update: Callable[[], None] | None,
     mark: Mark | None,
 ) -> Step:
     """Build the step, and put the state of the training that it goes on from into it; on every rank."""

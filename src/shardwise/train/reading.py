@@ -9,15 +9,19 @@ from torch.utils.data import IterableDataset
 
 from shardwise.data.loaders import IndexLoader, StreamLoader, dataset_length
 from shardwise.data.slices import Slices
+from shardwise.data.tokens import TokenCut
 from shardwise.errors import DataError
 from shardwise.step.length import Length, training_length
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch.distributed as dist
 
     from shardwise.data.feed import StepLoader
-    from shardwise.job import Job
+    from shardwise.job import Job, Metric
     from shardwise.plan import Plan
+    from shardwise.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +36,21 @@ class Reading:
     on_gpu: bool
 
 
+def token_cut(job: Job, plan: Plan, world: World, metrics: Mapping[str, Metric] | None = None) -> TokenCut | None:
+    """Return what takes this rank's tokens from a batch; None where sequences stay whole."""
+    if plan.layout.cp == 1:
+        return None
+    index = plan.layout.coordinate(world.rank).cp
+    return TokenCut(index=index, size=plan.layout.cp, loss=job.loss, metrics=metrics or {})
+
+
 def make_loader(job: Job, plan: Plan, where: Reading) -> tuple[StepLoader, Length]:
     """Return the loader of the job's training data, and the length of the whole training."""
     dataset: Any = job.data("train")
     if dataset is None:
         raise DataError("Job.data gave no dataset for split 'train'", fix="return one")
     if isinstance(dataset, IterableDataset):
-        length = training_length(job, dataset, steps_per_epoch=None)
+        length = training_length(job, dataset, None, sync_every=plan.communication.sync_every)
         stream = StreamLoader(
             dataset,
             reader=where.reader,
@@ -60,7 +72,7 @@ def make_loader(job: Job, plan: Plan, where: Reading) -> tuple[StepLoader, Lengt
         readers=plan.layout.dp,
         length=dataset_length(dataset),
     )
-    length = training_length(job, dataset, slices.steps_per_epoch)
+    length = training_length(job, dataset, slices.steps_per_epoch, sync_every=plan.communication.sync_every)
     loader = IndexLoader(
         dataset,
         slices,

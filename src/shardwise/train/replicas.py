@@ -67,7 +67,10 @@ class Replicas:
 
     def after(self, step: Step, batch: StepBatch, *, is_due: bool) -> None:
         """Compare after a step if it is due or time to; then communicates over the world, on every rank."""
-        if self._is_on and (is_due or step.number == self._first + 1 or step.number % self._spec.every == 0):
+        length, number = step.length, step.number
+        if not self._is_on or not length.syncs_after(number):
+            return
+        if is_due or self._last_equal == self._first or length.is_due(number, self._spec.every):
             step.mark("publish", step.number)
             self._check(step, batch)
             step.mark("data", step.number)
@@ -78,7 +81,10 @@ class Replicas:
             self._last_equal = step.number
             return
         copies, others = found
-        evidence = Evidence(at_start=True) if batch is None else self._investigate(step, batch, copies)
+        if step.length.sync_every > 1 and batch is not None:
+            evidence = Evidence(same_samples=True)  # gradients of a replica's own are unequal, and prove nothing
+        else:
+            evidence = Evidence(at_start=True) if batch is None else self._investigate(step, batch, copies)
         self._is_on = False  # what differs will go on to
         drift = Drift(
             step=step.number, last_equal=self._last_equal, copies=copies, others=others, cause=decide(evidence)
@@ -96,7 +102,7 @@ class Replicas:
         by_axes = {axes: [value for each, value in here.values() if each == axes] for axes, _ in here.values()}
         # One number for all tensors first: with thousands of ranks, one of each would be megabytes.
         totals = self._gather({axes: combined(values) for axes, values in by_axes.items()})
-        layout = self._plan.layout
+        layout = self._plan.layout.folded
         groups = {axes: layout.groups(*axes) for total in totals for axes in total}
         if not any(
             len({totals[rank].get(axes) for rank in ranks}) > 1 for axes, cut in groups.items() for ranks in cut
@@ -133,7 +139,7 @@ class Replicas:
 def _replicated(step: Step, plan: Plan) -> Iterator[tuple[str, Axes, Tensor]]:
     """Yield what this rank holds that others hold alike, with the axes along which they do."""
     for name, parameter in step.named_parameters():
-        if axes := replica_axes(parameter, plan.layout):
+        if axes := replica_axes(parameter, plan.layout.folded):
             yield name, axes, local(parameter.detach())
     # Statistics of the rows of one rank differ by design, and DDP may make buffers equal only in forward.
     norms = [module for module in step.model.modules() if isinstance(module, _NormBase)]
@@ -142,7 +148,7 @@ def _replicated(step: Step, plan: Plan) -> Iterator[tuple[str, Axes, Tensor]]:
     own = {id(buffer) for norm in norms for buffer in norm.buffers()} - synced
     broadcast = plan.communication.broadcast_buffers and uses_ddp(plan)
     for name, buffer in own_buffers(step.model):
-        axes = replica_axes(buffer, plan.layout)
+        axes = replica_axes(buffer, plan.layout.folded)
         if axes and (id(buffer) in synced or not (broadcast or id(buffer) in own)):
             yield name, axes, local(buffer.detach())
 

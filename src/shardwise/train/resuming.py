@@ -64,7 +64,7 @@ class Resuming:
         if self._job.state is not None:
             _, now = split_state(self._job.state.state_dict())
             self._user = room_for(forms, now)
-        return make_room(step, forms) | self._user
+        return make_room(step, forms, self._plan.replica(self._world.rank)) | self._user
 
     def _restore(self, step: Step, report: LoadReport) -> None:
         """Take over what was loaded, and say what was not."""

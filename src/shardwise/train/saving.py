@@ -75,16 +75,17 @@ class Saving:
             raise InputError(f"--resume {path} holds no checkpoint", fix="name a run directory or a checkpoint")
         return step
 
-    def is_due(self, number: int) -> bool:
-        """Whether a checkpoint is due after so many steps."""
-        return bool(self.spec.every) and number % self.spec.every == 0
+    def is_due(self, step: Step) -> bool:
+        """Whether a checkpoint is due now; where replicas train on their own, when they have met."""
+        return step.length.is_due(step.number, self.spec.every)
 
     def after(self, step: Step, evaluation: dict[str, float], *, is_stopping: bool) -> None:
         """Save if it is time; leave with a StoppedError if asked to stop. Called on every rank after every step.
 
         `evaluation` is that of this very step, empty if there was none.
         """
-        if not (is_stopping or self.is_due(step.number) or (evaluation and self.spec.keep.best)):
+        is_asked = is_stopping or self.is_due(step) or (evaluation and self.spec.keep.best)
+        if not (is_asked and step.length.syncs_after(step.number)):
             return
         step.mark("save", step.number)
         self.save(step, evaluation)
@@ -102,7 +103,7 @@ class Saving:
         previous = self._settle()
         waited_s = time.perf_counter() - began
         facts = state_facts(self._job, self._plan, self._world, step) | {"metrics": evaluation}
-        tensors = state_tensors(step)
+        tensors = state_tensors(step, self._plan.replica(self._world.rank))
         if self._job.state is not None:
             facts["user"], own = split_state(self._job.state.state_dict())
             tensors |= own

@@ -22,7 +22,11 @@ def start_report(job: Job, plan: Plan, world: World, step: Step) -> dict[str, An
     """Return the facts of the start as plain values; communicates over the world, on every rank."""
     me = {"rank": world.rank, "host": world.host, "device": str(world.device), "pid": os.getpid()}
     length, layout = step.length, plan.layout
-    num_parameters = _count_parameters(step, plan, world)
+    num_parameters = _on_all_stages(step.num_parameters, plan, world)
+    num_trained = num_parameters
+    if job.lora is not None:
+        mine = sum(parameter.numel() for _, parameter in step.named_parameters() if parameter.requires_grad)
+        num_trained = _on_all_stages(mine, plan, world)
     last = length.num_steps - 1
     base_rate = step.base_rates[0]
     rates = {f"{share:.0%}": base_rate * job.schedule(round(share * last), length.num_steps) for share in _QUARTERS}
@@ -44,29 +48,51 @@ def start_report(job: Job, plan: Plan, world: World, step: Step) -> dict[str, An
             ["length", f"{length.num_steps} steps", length.source],
             ["weights", step.origin, "job" if job.weights is not None else "model"],
             ["precision", str(plan.precision), plan.source("precision")],
+            ["optimizer", _kind(step.optimizer), "job"],
             ["learning rate", " · ".join(f"{rate:.2g} at {at}" for at, rate in rates.items()), _words(job.schedule)],
             ["batch norm", plan.batch_norm, plan.source("batch_norm")],
-            *_options(plan, num_parameters),
+            *_adapters(job, num_trained),
+            *_options(plan, num_trained),
         ],
     }
 
 
-def _options(plan: Plan, num_parameters: int) -> Iterator[list[str]]:
+def _adapters(job: Job, num_trained: int) -> Iterator[list[str]]:
+    """Yield a line about adapters, where there are some."""
+    if job.lora is not None:
+        lora = job.lora
+        words = f"rank {lora.rank}, alpha {lora.alpha:g} beside {', '.join(lora.targets)}"
+        yield ["adapters", f"{words}: {num_trained:,} parameters are trained, the others frozen", "job"]
+
+
+def _options(plan: Plan, num_trained: int) -> Iterator[list[str]]:
     """Yield a line for each option that is not at its default, and the trade of gradient sync where there is one."""
     default = type(plan)()
-    for name in ("engine", "recompute", "compile", "sequence_parallel", "offload", "pipeline"):
+    for name in ("engine", "recompute", "compile", "capture", "fused_loss", "sequence_parallel", "offload", "pipeline"):
         value = getattr(plan, name)
         if value != getattr(default, name) or (name == "pipeline" and plan.layout.pp > 1):
             yield [name.replace("_", " "), _shown(value), plan.source(name)]
+    if plan.communication.sync_every > 1:
+        yield ["low communication", _rounds(plan), plan.source("communication.sync_every")]
     if plan.zero >= 2 and plan.accumulation > 1:
-        yield ["gradient sync", sync_trade(plan, num_parameters), plan.source("gradient_sync")]
+        yield ["gradient sync", sync_trade(plan, num_trained), plan.source("gradient_sync")]
 
 
-def sync_trade(plan: Plan, num_parameters: int) -> str:
+def _rounds(plan: Plan) -> str:
+    """Say how replicas come together that train on their own."""
+    options = plan.communication
+    return (
+        f"{plan.layout.replicate} replicas meet after {options.sync_every} steps, outer learning rate"
+        f" {options.outer_lr:g}, momentum {options.outer_momentum:g}; changes numbers"
+    )
+
+
+def sync_trade(plan: Plan, num_trained: int) -> str:
     """Say what `gradient_sync` costs on one rank of a sharded plan: memory held against bytes sent, in GB."""
-    whole = num_parameters * _BYTES[plan.precision.reduce] / (plan.layout.pp * plan.layout.tp) / 1e9
-    cut = whole / plan.layout.shard
-    sent = whole * (plan.layout.shard - 1) / plan.layout.shard
+    whole = num_trained * _BYTES[plan.precision.reduce] / (plan.layout.pp * plan.layout.tp) / 1e9
+    shards = plan.layout.folded.shard
+    cut = whole / shards
+    sent = whole * (shards - 1) / shards
     kept = {"last": whole, "every": cut}
     send = {"last": sent, "every": sent * plan.accumulation}
     mine, other = plan.gradient_sync, "every" if plan.gradient_sync == "last" else "last"
@@ -83,12 +109,18 @@ def _shown(value: object) -> str:
     return ", ".join(f"{field.name} {getattr(value, field.name)}" for field in dataclasses.fields(value))
 
 
-def _count_parameters(step: Step, plan: Plan, world: World) -> int:
-    """Count the whole model's parameters, on all stages; communicates over the world."""
-    mine = step.num_parameters
+def _on_all_stages(mine: int, plan: Plan, world: World) -> int:
+    """Return a count of parameters of the whole model, given this rank's; communicates over the world."""
     if plan.layout.pp == 1:
         return mine
     return round(world.sum({"parameters": mine})["parameters"] * plan.layout.pp / world.size)
+
+
+def _kind(optimizer: object) -> str:
+    """An optimizer's class, and which of torch's kinds of it was chosen."""
+    defaults: dict[str, object] = getattr(optimizer, "defaults", {})
+    chosen = [kind for kind in ("fused", "foreach") if defaults.get(kind)]
+    return ", ".join([type(optimizer).__name__, *chosen])
 
 
 def _words(schedule: object) -> str:

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from shardwise.checkpoint.contents import MODEL, OPTIMIZER
 from shardwise.errors import JobError
+from shardwise.job.lora import facts_of
 from shardwise.parallel.apply import stages_of
+from shardwise.train.export import adapter_facts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,28 +27,36 @@ if TYPE_CHECKING:
 UPDATE = "update/"
 
 
-def state_tensors(step: Step) -> dict[str, Tensor]:
+def state_tensors(step: Step, replica: int = 0) -> dict[str, Tensor]:
     """Return this rank's tensors of a training by name: whole ones, and pieces as DTensors; on every rank.
 
-    model/NAME, optimizer/PARAMETER/KEY and update/KEY, under the names of the user's own module.
+    model/NAME, optimizer/PARAMETER/KEY and update/KEY, under the names of the user's own module. Replicas that train on
+    their own have equal weights when they have met, and optimizers of their own: those of all but the first are in
+    update/replicaN/PARAMETER/KEY.
     """
-    return _named(step, step.held())
+    return _named(step, step.held(), _states_of(replica))
 
 
-def make_room(step: Step, saved: Forms) -> dict[str, Tensor]:
+def make_room(step: Step, saved: Forms, replica: int = 0) -> dict[str, Tensor]:
     """Return the tensors that a checkpoint is to fill, with optimizer states made as it has them.
 
-    `saved` gives shape and dtype of every tensor in it.
+    `saved` gives shape and dtype of every tensor in it. A replica of which it has none goes on from the first's.
     """
-    states = {name.removeprefix(OPTIMIZER): form for name, form in saved.items() if name.startswith(OPTIMIZER)}
-    return _named(step, step.room(states))
+    own = _states_of(replica)
+    prefix = own if any(name.startswith(own) for name in saved) else OPTIMIZER
+    states = {name.removeprefix(prefix): form for name, form in saved.items() if name.startswith(prefix)}
+    return _named(step, step.room(states), prefix)
 
 
-def _named(step: Step, held: Held) -> dict[str, Tensor]:
+def _states_of(replica: int) -> str:
+    return f"{UPDATE}replica{replica}/" if replica else OPTIMIZER
+
+
+def _named(step: Step, held: Held, states: str) -> dict[str, Tensor]:
     tensors = {f"{MODEL}{name}": value for name, value in held.values.items()}
     tensors |= {f"{MODEL}{name}": buffer for name, buffer in _persistent_buffers(step)}
-    tensors |= {f"{OPTIMIZER}{name}": value for name, value in held.states.items()}
-    return tensors | {f"{UPDATE}{key}": value for key, value in step.update.state().items()}
+    tensors |= {f"{states}{name}": value for name, value in held.states.items()}
+    return tensors | {f"{UPDATE}{key}": value for key, value in {**step.update.state(), **held.outer}.items()}
 
 
 def state_facts(job: Job, plan: Plan, world: World, step: Step) -> dict[str, Any]:
@@ -63,6 +73,7 @@ def state_facts(job: Job, plan: Plan, world: World, step: Step) -> dict[str, Any
         "torch": str(torch.__version__),
         "optimizer": {"class": type(step.optimizer).__name__, "groups": _groups(step, world)},
         "tied": _tied(step),
+        **_adapters(job, step),
         "random": {str(rank): state for rank, state in enumerate(world.gather(_random_state()))},
     }
 
@@ -74,7 +85,7 @@ def restore_random(facts: Mapping[str, Any], plan: Plan, world: World, step: Ste
     """
     states = facts.get("random", {})
     if facts.get("layout") != str(plan.layout) or str(world.rank) not in states:
-        torch.manual_seed(hash((facts.get("seed", 0), plan.layout.data_index(world.rank), step.number)) & (2**62 - 1))
+        torch.manual_seed(hash((facts.get("seed", 0), plan.layout.draw_index(world.rank), step.number)) & (2**62 - 1))
         return False
     for name, text in states[str(world.rank)].items():
         state = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
@@ -93,6 +104,12 @@ def check_same_job(facts: Mapping[str, Any], job: Job, *, number: int, num_steps
                 f"the checkpoint was saved with {name} {facts.get(name)}, the job has {now}: other samples would come",
                 fix=f"--set {name}={facts.get(name)}, or --resume never",
             )
+    saved = facts_of(facts)
+    if saved is not None and job.lora is not None and saved.get("alpha") != job.lora.alpha:
+        raise JobError(
+            f"the checkpoint's adapters have alpha {saved.get('alpha')}, the job's {job.lora.alpha}",
+            fix=f"--set lora.alpha={saved.get('alpha')}, or --resume never",
+        )
     if number > num_steps:
         raise JobError(f"the checkpoint is at step {number}, the job ends at {num_steps}", fix="lengthen the job")
 
@@ -111,6 +128,11 @@ def _random_state() -> dict[str, str]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     return {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}
+
+
+def _adapters(job: Job, step: Step) -> dict[str, Any]:
+    """Return what a checkpoint tells of adapters; communicates over the world where there are some."""
+    return {} if job.lora is None else {"lora": {**(adapter_facts(step.model) or {}), "base": job.weights}}
 
 
 def _groups(step: Step, world: World) -> list[dict[str, Any]]:

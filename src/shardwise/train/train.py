@@ -5,15 +5,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-import torch
-
-from shardwise.parallel.gather import full_state_dict
 from shardwise.run import EventLog
 from shardwise.run.keep import parse_keep
 from shardwise.run.progress import ProgressView
 from shardwise.run.recorder import Recorder
 from shardwise.run.report import write_report
 from shardwise.run.timeline import Timeline
+from shardwise.train.export import export, export_adapters
 from shardwise.train.loop import TrainReport, run_loop
 from shardwise.train.replicas import CHECK_EVERY, ReplicaSpec
 from shardwise.train.saving import SavingSpec
@@ -69,9 +67,11 @@ def train(
             replica_spec=ReplicaSpec(every=check_replicas, stop=on_drift == "stop"),
             mark=recorder.mark if recorder else None,
         )
-        weights = full_state_dict(step.model) if run is not None else {}
+        if run is not None:
+            export(step.model, run.weights)
+            if job.lora is not None:
+                export_adapters(step.model, run.adapter, base=job.weights)
         if run is not None and world.is_main:
-            torch.save(weights, run.weights)
             timeline.write(run.timeline)
             write_report(run, report, timeline.phases)
         step.mark("end", step.number)

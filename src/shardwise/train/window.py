@@ -44,14 +44,18 @@ class Window:
         reports = self._reports
         sums = torch.stack([report.loss_sum for report in reports]).double().cpu()  # here the device is waited for
         now = time.perf_counter()
-        shares = sums / torch.tensor([max(1, report.denominator) for report in reports])
-        if not self._tells_loss:
-            shares = torch.zeros_like(shares)
+        counts = torch.tensor([report.denominator for report in reports], dtype=torch.float64)
         seconds = now - self._began
-        summed = torch.cat([shares, torch.tensor([seconds, float(stop)], dtype=torch.float64)])
+        told = torch.cat([sums, counts, torch.ones(1, dtype=torch.float64)])
+        if not self._tells_loss:
+            told.zero_()  # a product would make nan of an infinite loss
+        summed = torch.cat([told, torch.tensor([seconds, float(stop)], dtype=torch.float64)])
         if world.size > 1:
             dist.all_reduce(summed, group=world.host_group)
-        *losses, all_seconds, stops = summed.tolist()
+        *_, tellers, all_seconds, stops = summed.tolist()
+        # All readers know one denominator, or that of their own replica: its mean over readers is the global one.
+        counts = summed[len(reports) : 2 * len(reports)] / tellers
+        losses = (summed[: len(reports)] / counts.clamp(min=1)).tolist()
         self._reports, self._began = [], now
         # Every rank computes the same size from the same reduced time.
         self.size = min(_MOST_STEPS, max(1, round(len(reports) * PUBLISH_S / max(all_seconds / world.size, 1e-6))))
@@ -63,7 +67,7 @@ class Window:
             "losses": losses,
             "lr": last.lr,
             "samples": sum(report.samples for report in reports),
-            "counted": sum(report.denominator for report in reports),
+            "counted": round(float(counts.sum())),
             "grad_norm": float(norms[-1]) if norms else None,
             "skipped": int(sum(report.skipped for report in reports)),
             "seconds": seconds,

@@ -82,6 +82,20 @@ def other_batches(evidence: Evidence) -> Finding | None:
     return None
 
 
+def not_finite(evidence: Evidence) -> Finding | None:
+    """Whether one process itself has numbers that nothing is equal to."""
+    bad = [name for name, gradient in evidence.expected_gradients.items() if not bool(gradient.isfinite().all())]
+    if not bad:
+        return None
+    return Finding(
+        cause="not finite in one process",
+        evidence=f"the gradient of {bad[0]} in step {evidence.step} is not finite in one process either, so there is"
+        " nothing to compare with",
+        parameter=bad[0],
+        step=evidence.step,
+    )
+
+
 def non_deterministic(evidence: Evidence) -> Finding | None:
     """Whether the same plan gave other numbers the second time."""
     first = evidence.first
@@ -197,7 +211,8 @@ def lower_precision(evidence: Evidence) -> Finding | None:
 HYPOTHESES: tuple[Callable[[Evidence], Finding | None], ...] = (
     other_initial_weights,  # first what goes in: everything after it would differ as well
     other_batches,
-    non_deterministic,  # then what no comparison of gradients could be trusted under
+    not_finite,  # then what no comparison of gradients could be trusted under
+    non_deterministic,
     stale_buffers,  # these two by when the trainings part: everything before was equal
     unsynced_clipping,
     wrong_update,  # then what makes it useless to look at the gradient of the step

@@ -172,7 +172,7 @@ def _causes(
             yield Finding(cause="steps added", evidence=f"{life.words} went on to step {moment.step}", step=moment.step)
             continue
         right = wanted[moment.step]
-        if moment.rows != right.rows:
+        if life.layout.cp == whole.layout.cp and moment.rows != right.rows:  # else a loss sees other slices of them
             yield _other_samples(life, moment, wanted)
         if relative(moment.rate, right.rate) > limit:
             evidence = f"{life.words}: step {moment.step} has {moment.rate:.6g}, not {right.rate:.6g}"

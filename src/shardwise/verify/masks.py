@@ -35,7 +35,7 @@ class Mask(msgspec.Struct, frozen=True, kw_only=True):
     place: str
     given: Print
     dropped: str
-    """Digest of the mask; empty for activations too small to tell."""
+    """Digest of the mask; empty for activations too small to tell, and where nothing is dropped (a rate of 0)."""
 
 
 def watch_masks(world: World, preparation: Preparation, plan: Plan) -> list[Mask]:
@@ -76,7 +76,7 @@ def _watched(model: nn.Module) -> Iterator[list[Mask]]:
 
 
 def _digest(kept: Tensor) -> str:
-    if kept.numel() < _FEWEST:
+    if kept.numel() < _FEWEST or bool(kept.all()):
         return ""
     return hashlib.blake2b((kept == 0).to(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
 
@@ -86,7 +86,7 @@ def judge_masks(by_rank: Sequence[Sequence[Mask]], layout: Layout) -> Finding | 
     for group in layout.groups("tp"):
         for one, other in combinations(group, 2):
             for mine, theirs in zip(by_rank[one], by_rank[other], strict=True):
-                if not mine.dropped or not theirs.dropped:
+                if not mine.dropped and not theirs.dropped:
                     continue
                 holds_same, drops_same = mine.given == theirs.given, mine.dropped == theirs.dropped
                 if holds_same != drops_same:

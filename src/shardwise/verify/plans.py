@@ -16,9 +16,9 @@ Exact = Literal["fp64", "fp32"]
 
 SCHEDULES = ("gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
 
-BANDS = {"powersgd": 0.15, "batch_norm": 0.15, "bf16": 0.03, "fp16": 0.03}
-"""Largest relative distance of a step's loss, by what changes the arithmetic. A low-rank gradient or the statistics
-of half a batch are other numbers from the first step on; 8 bits of mantissa are rounding."""
+BANDS = {"rounds": 0.15, "powersgd": 0.15, "batch_norm": 0.15, "bf16": 0.03, "fp16": 0.03}
+"""Largest relative distance of a step's loss, by what changes the arithmetic. A low-rank gradient, the statistics of
+half a batch or steps of half a batch are other numbers from the first on; 8 bits of mantissa are rounding."""
 
 
 def all_plans(nproc: int) -> list[str]:
@@ -36,7 +36,8 @@ def all_plans(nproc: int) -> list[str]:
     ]
     if nproc >= 4 and nproc % 2 == 0:
         plans.append("hsdp")
-    plans += ["tp", "tp+sequence_parallel=true", *_pipelines(nproc), *_products(nproc)]
+    plans += ["tp", "tp+sequence_parallel=true", "cp", "cp+zero=3+recompute=full"]
+    plans += [*_pipelines(nproc), *_products(nproc)]
     plans += [
         "ddp+recompute=full",
         "ddp+recompute=selective",
@@ -49,6 +50,7 @@ def all_plans(nproc: int) -> list[str]:
         "ddp+communication.compression=bf16",
         "ddp+communication.compression=fp16",
         "ddp+communication.compression=powersgd",
+        "ddp+communication.sync_every=2",
     ]
     return plans
 
@@ -70,6 +72,8 @@ def _products(nproc: int) -> list[str]:
         f"pp2.tp{rest}+accumulation=4",
         f"shard2.tp{rest}",
         f"replicate2.tp{rest}",
+        f"shard2.cp{rest}",
+        f"cp2.tp{rest}",
     ]
     if nproc % 8 == 0:
         hybrids.append(f"pp2.shard{nproc // 4}.tp2+accumulation=4")
@@ -116,9 +120,11 @@ def changed_numbers(plan: Plan, *, has_batch_norm: bool) -> dict[str, float]:
     changes = {}
     if plan.precision.compute in BANDS:
         changes[f"computes in {plan.precision.compute}"] = BANDS[plan.precision.compute]
-    if plan.communication.compression != "none" and plan.layout.dp > 1:
+    if plan.communication.compression != "none" and plan.layout.folded.dp > 1:
         compression = plan.communication.compression
         changes[f"compresses gradients by {compression}"] = BANDS[compression]
+    if plan.communication.sync_every > 1 and plan.layout.replicate > 1:
+        changes["lets replicas train on their own between syncs"] = BANDS["rounds"]
     if plan.batch_norm == "local" and has_batch_norm and plan.layout.dp > 1:
         changes["normalises each rank's rows by themselves"] = BANDS["batch_norm"]
     return changes

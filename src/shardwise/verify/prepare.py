@@ -16,6 +16,8 @@ from shardwise.models import Decoder
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from shardwise.job import Lora
+
 _MOST_LAYERS = 8
 """Enough for four pipeline ranks with two stages each."""
 _HEAD_WIDTH = 8
@@ -31,6 +33,8 @@ class Preparation(msgspec.Struct, frozen=True, kw_only=True):
     shrink: bool = False
     dropout: bool = False
     """Whether dropout stays on, for a look at its masks."""
+    tensor_rules: dict[str, str] | None = None
+    """In place of the job's own."""
 
 
 def prepare_job(preparation: Preparation) -> Job:
@@ -42,6 +46,7 @@ def prepare_job(preparation: Preparation) -> Job:
         if not preparation.dropout and job.masks == "drawn":
             for module, name in dropouts(made):
                 setattr(module, name, 0.0)
+        plain_experts(made)
         return made
 
     return dataclasses.replace(
@@ -53,6 +58,20 @@ def prepare_job(preparation: Preparation) -> Job:
         on_step=None,
         metrics={},
         weights=None if preparation.shrink else job.weights,
+        tensor_rules=preparation.tensor_rules or job.tensor_rules,
+        lora=_prepare_lora(job, preparation),
+    )
+
+
+def _prepare_lora(job: Job, preparation: Preparation) -> Lora | None:
+    """Return the job's adapters without drawn masks; a small model starts from fresh ones."""
+    if job.lora is None:
+        return None
+    keeps_dropout = preparation.dropout or job.masks == "keyed"
+    return dataclasses.replace(
+        job.lora,
+        dropout=job.lora.dropout if keeps_dropout else 0.0,
+        weights=None if preparation.shrink else job.lora.weights,
     )
 
 
@@ -69,6 +88,13 @@ def dropouts(model: nn.Module) -> Iterator[tuple[Any, str]]:
             named = "drop" in name or (name == "p" and isinstance(owner, nn.modules.dropout._DropoutNd))  # noqa: SLF001 - no public base
             if named and isinstance(value, float) and value > 0:
                 yield owner, name
+
+
+def plain_experts(model: nn.Module) -> None:
+    """Have transformers' mixtures of experts multiply one expert at a time: torch's grouped product has no fp64."""
+    for part in model.modules():
+        if getattr(getattr(part, "config", None), "_experts_implementation", None) == "grouped_mm":
+            part.config._experts_implementation = "eager"  # type: ignore[union-attr]  # noqa: SLF001 - from_config's own door
 
 
 def shrunk(make: Any) -> nn.Module:

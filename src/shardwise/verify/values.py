@@ -56,7 +56,7 @@ def _cut(tensor: DTensor) -> str:
 
 def row_digests(batch: StepBatch) -> list[str]:
     """Return a digest of every real row of a step, in order."""
-    return [digest for each in batch.micro_batches for digest in digest_rows(each.batch, each.rows, each.filled)]
+    return [digest for each in batch.micro_batches for digest in digest_rows(each.uncut, each.rows, each.filled)]
 
 
 def digest_rows(batch: Any, rows: int, filled: int) -> list[str]:

@@ -76,7 +76,7 @@ def verify(
         preload(bench.one(precision).traced[0].imported)
         for name in names:
             began = time.perf_counter()
-            verdict = _judge(bench, name, nproc, precision, resumed_as=names if resume else None)
+            verdict = judge(bench, name, nproc, precision, resumed_as=names if resume else None)
             if plans is None and verdict.status == "refused":
                 verdict = msgspec.structs.replace(verdict, status="does not apply")
             verdicts.append(msgspec.structs.replace(verdict, seconds=time.perf_counter() - began))
@@ -96,7 +96,9 @@ def _facts(job: Job) -> tuple[int, Masks]:
     return job.batch_size, job.masks
 
 
-def _judge(bench: Bench, name: str, nproc: int, precision: Exact, *, resumed_as: Sequence[str] | None) -> PlanVerdict:
+def judge(
+    bench: Bench, name: str, nproc: int, precision: Exact, *, resumed_as: Sequence[str] | None = None
+) -> PlanVerdict:
     """Train one plan and give a verdict; whatever a rank raises is part of it."""
     try:
         plan = settle_plan(name, batch_size=bench.batch_size, nproc=nproc)

@@ -77,7 +77,7 @@ class DeepSpeedStep(PlainStep):
         """Communicate over the readers to return whole gradients, between backward and update."""
         return self._holding.gradients()
 
-    def _accumulate(self, micro_batches: list[MicroBatch], weight: float) -> Tensor:
+    def _accumulate(self, micro_batches: list[MicroBatch], weight: float | Tensor) -> Tensor:
         """Add up the gradients of all micro-batches and, over ranks, of all readers; returns the loss sum."""
         sums = []
         for number, micro_batch in enumerate(micro_batches, 1):
@@ -93,7 +93,7 @@ class DeepSpeedStep(PlainStep):
                 )
         return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
-    def _pass_back(self, loss: Tensor, weight: float) -> None:
+    def _pass_back(self, loss: Tensor, weight: float | Tensor) -> None:
         """Back-propagate a loss sum with its weight; communicates over the readers."""
         self._engine.backward(loss * weight, scale_wrt_gas=False)
 

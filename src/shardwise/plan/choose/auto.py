@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from shardwise.hardware.machine import Cluster
     from shardwise.job import Job
-    from shardwise.plan.model.shape import Model
+    from shardwise.plan.model.forms import Model
     from shardwise.plan.plan import DType, Plan
 
 
@@ -55,5 +55,5 @@ def search_plan(
         f"auto: {best.family} of {answer.num_plans} plans, {in_gb(best.memory.total)} of"
         f" {in_gb(device.memory_bytes)}, {best.time.seconds:.3g} s a step predicted"
     )
-    sources = dict.fromkeys(("layout", "zero", "recompute", "micro_batch", "accumulation"), why)
+    sources = dict.fromkeys(("layout", "zero", "recompute", "micro_batch", "accumulation", "fused_loss"), why)
     return dataclasses.replace(best.plan, sources={**sources, "precision": subject.precision_source}), why

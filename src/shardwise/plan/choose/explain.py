@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.hardware.machine import Cluster
-from shardwise.plan.choose.choices import divisors
+from shardwise.plan.choose.choices import LEAST_TOKENS, divisors, slices
 from shardwise.plan.choose.search import FILL, Candidate, Rejected, anything_fits
-from shardwise.plan.cost.stages import SPLIT_BACKWARD
-from shardwise.plan.cost.time import TimeModel
 
 if TYPE_CHECKING:
     from shardwise.plan.choose.search import Answer, Question
     from shardwise.plan.cost.memory import Memory
+    from shardwise.plan.model.shape import ModelShape
     from shardwise.plan.plan import Plan
 
 GB = 1e9
+LONG = ("activations", "logits and loss")
+"""What grows with the length of samples."""
 LARGEST = 65_536
 """Devices up to which a cluster is looked for."""
 
@@ -97,6 +98,8 @@ def _impossible(family: str, question: Question) -> str:
         return "one device has no other to share with"
     if family in {"hsdp", "3d"} and world < 4:
         return f"{world} devices are too few to cut two ways"
+    if family == "cp" and not _cp_degrees(question):
+        return _unsliced(shape)
     if family in {"tp", "3d"} and not _tensor_degrees(question):
         known = ", ".join(str(degree) for degree in shape.tp_degrees if degree > 1)
         return f"it is cut evenly by {known} only" if known else "its matrices are not known to be cut evenly"
@@ -110,43 +113,72 @@ def _tensor_degrees(question: Question) -> list[int]:
     return [degree for degree in question.model.plain.tp_degrees if degree > 1 and inside % degree == 0]
 
 
+def _cp_degrees(question: Question, tp: int = 1) -> list[int]:
+    """Return the degrees by which sequences may be cut beside so many cuts of matrices, which share the heads."""
+    shape, devices = question.model.plain, question.cluster.num_devices // tp
+    return [cp for cp in slices(shape) if devices % cp == 0 and shape.heads % (cp * tp) == 0]
+
+
+def _unsliced(shape: ModelShape) -> str:
+    """Say why the tokens of a sample are not shared by ranks."""
+    tokens = shape.tokens_per_sample
+    if max(shape.cp_degrees) == 1 or tokens is None:
+        return "it is not known to run on slices of its sequences"
+    if tokens < 2 * LEAST_TOKENS:
+        return f"samples of {tokens} tokens are too short to cut: a slice keeps {LEAST_TOKENS}"
+    known = ", ".join(str(degree) for degree in shape.cp_degrees if degree > 1)
+    return f"its heads and tokens are cut evenly by {known} only"
+
+
 def _uneven(question: Question) -> str:
     if question.batch_size < question.cluster.num_devices:
         return f"a batch of {question.batch_size} has fewer samples than there are devices"
     return f"no cut of {question.cluster.num_devices} devices divides a batch of {question.batch_size}"
 
 
+class _Way(NamedTuple):
+    """One way to lower a peak: whether it is open, what it lowers by what share, and its name."""
+
+    is_open: bool
+    lowers: tuple[str, ...]
+    share: float
+    words: str
+
+
 def savings(plan: Plan, memory: Memory, question: Question) -> list[str]:
     """Return what would lower the peak of a plan, in words with bytes, the most first."""
-    held, readers = memory.at_peak, plan.layout.dp
-    ways: list[tuple[float, str]] = []
+    found = [
+        (way.share * sum(memory.at_peak.get(name, 0.0) for name in way.lowers), way) for way in _ways(plan, question)
+    ]
+    worth = [(saved, way.words) for saved, way in found if way.is_open and saved > 0.05 * memory.total]
+    if not worth and question.model.plain.tokens_per_sample:
+        saved = 0.5 * sum(memory.at_peak.get(name, 0.0) for name in LONG)
+        worth = [(saved, "halve the length")] if saved > 0.05 * memory.total else []
+    return [f"{words} (-{in_gb(saved)})" for saved, words in sorted(worth, key=lambda way: -way[0])]
 
-    def offer(name: str, share: float, words: str) -> None:
-        saved = held.get(name, 0.0) * share
-        if saved > 0.05 * memory.total:
-            ways.append((saved, f"{words} (-{in_gb(saved)})"))
 
-    apart = 1 - 1 / readers
-    if plan.zero < 1:
-        offer("optimizer states", apart, "shard optimizer states")
-    if plan.zero < 2:
-        offer("gradients", apart, "shard gradients")
-    if plan.zero < 3:
-        offer("parameters", apart, "shard parameters")
-    if plan.zero == 2:
-        offer("gathered", 1 - 1 / max(1, question.model.plain.num_blocks), "free parameters after each use")
-    if plan.zero >= 2 and plan.accumulation > 1 and plan.gradient_sync == "last":
-        offer("gradients", apart, "sum gradients after every micro-batch")
-    if plan.zero > 0 and plan.offload.optimizer == "none":
-        offer("optimizer states", 1.0, "offload optimizer states")
-    if plan.recompute != "full":
-        offer("activations", 0.7, "recompute blocks in backward")
-    if plan.micro_batch > 1:
-        offer("activations", 1 - 1 / plan.micro_batch, "use micro-batches of 1")
-    if not ways and question.model.plain.tokens_per_sample:
-        offer("activations", 0.5, "halve the length")
-        offer("logits and loss", 0.5, "halve the length")
-    return [words for _, words in sorted(ways, key=lambda way: -way[0])]
+def _ways(plan: Plan, question: Question) -> list[_Way]:
+    """Return what a plan could do to need less."""
+    shape, apart = question.model.plain, 1 - 1 / plan.layout.folded.dp
+    whole, states, waits = 1 - 1 / max(1, shape.num_blocks), ("optimizer states",), plan.gradient_sync == "last"
+    cp = max(_cp_degrees(question, plan.layout.tp), default=1)
+    return [
+        _Way(plan.zero < 1, states, apart, "shard optimizer states"),
+        _Way(plan.zero < 2, ("gradients",), apart, "shard gradients"),
+        _Way(plan.zero < 3, ("parameters",), apart, "shard parameters"),
+        _Way(plan.zero == 2, ("gathered",), whole, "free parameters after each use"),
+        _Way(
+            plan.zero >= 2 and plan.accumulation > 1 and waits,
+            ("gradients",),
+            apart,
+            "sum gradients after every micro-batch",
+        ),
+        _Way(plan.zero > 0 and plan.offload.optimizer == "none", states, 1.0, "offload optimizer states"),
+        _Way(plan.recompute != "full", ("activations",), 0.7, "recompute blocks in backward"),
+        _Way(plan.micro_batch > 1, ("activations",), 1 - 1 / plan.micro_batch, "use micro-batches of 1"),
+        _Way(shape.head is not None and not plan.fused_loss, LONG[1:], 0.6, "fuse the loss with the head"),
+        _Way(plan.layout.cp == plan.layout.pp == 1, LONG, 1 - 1 / cp, f"cut sequences by cp {cp}"),
+    ]
 
 
 def decision_path(answer: Answer) -> list[Fork]:
@@ -173,8 +205,24 @@ def decision_path(answer: Answer) -> list[Fork]:
         advised = "fsdp or zero3" if transformer else "pipeline or tensor parallel"
     path.append(Fork(question="The tree says", answer=advised, because="the simplest that usually fits"))
     if best is not None:
+        path += _slicing(answer, best)
         path.append(Fork(question="The numbers say", answer=best.family, because=_verdict(answer, best)))
     return path
+
+
+def _slicing(answer: Answer, best: Candidate) -> list[Fork]:
+    """Say why the tokens of a sample are cut, where they are."""
+    question, cp, tokens = answer.question, best.plan.layout.cp, answer.question.model.plain.tokens_per_sample
+    if cp == 1 or tokens is None:
+        return []
+    whole, devices = answer.families["zero3"].memory, question.cluster.num_devices
+    if whole is not None and whole.total > question.room:
+        because = f"whole ones take {in_gb(whole.total)} under zero3, slices {in_gb(best.memory.total)}"
+    elif question.batch_size < devices:
+        because = f"{question.batch_size} samples keep {devices} devices busy only if they share them"
+    else:
+        because = "slices leave room for less recompute"
+    return [Fork(question="Are samples cut?", answer=f"into {cp} slices of {tokens // cp} tokens", because=because)]
 
 
 def _verdict(answer: Answer, best: Candidate) -> str:
@@ -193,16 +241,6 @@ def _verdict(answer: Answer, best: Candidate) -> str:
     if isinstance(whole, Candidate) and whole.plan not in (best.plan, near.plan):
         words += f"; ddp is {whole.time.seconds / best.time.seconds - 1:.0%} slower"
     return words
-
-
-def compile_gain(answer: Answer) -> float:
-    """Return what compiling blocks would take off the best plan's step, as a fraction; 0 without such a plan."""
-    question, best = answer.question, answer.best
-    if best is None or best.plan.compile != "none" or best.plan.pipeline.schedule in SPLIT_BACKWARD:
-        return 0.0
-    plan = dataclasses.replace(best.plan, compile="blocks")
-    times = TimeModel(question.cluster, question.calibration, optimizer=question.optimizer)
-    return 1 - times.predict(question.model.for_plan(plan), plan).seconds / best.time.seconds
 
 
 def smallest_cluster(question: Question, batch_size: int | None = None) -> tuple[Cluster, str] | None:

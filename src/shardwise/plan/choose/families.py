@@ -13,6 +13,7 @@ FAMILIES: dict[str, str] = {
     "zero2": "and gradients",
     "zero3": "and parameters (fsdp)",
     "hsdp": "cut inside groups, whole across them",
+    "cp": "tokens of a sample cut",
     "tp": "matrices cut",
     "pp": "layers in stages",
     "3d": "stages of cut matrices",
@@ -30,6 +31,8 @@ def family_of(plan: Plan) -> str:
     layout = plan.layout
     if plan.offload.optimizer != "none" or plan.offload.parameters != "none":
         return "offload"
+    if layout.cp > 1:
+        return "cp"
     if layout.pp > 1:
         return "3d" if layout.tp > 1 else "pp"
     if layout.tp > 1:
@@ -40,8 +43,8 @@ def family_of(plan: Plan) -> str:
 
 
 def cuts_model(plan: Plan) -> bool:
-    """Whether matrices or layers are cut, beyond samples and states."""
-    return plan.layout.pp > 1 or plan.layout.tp > 1
+    """Whether matrices, layers or sequences are cut, beyond samples and states."""
+    return plan.layout.pp > 1 or plan.layout.tp > 1 or plan.layout.cp > 1
 
 
 def simplicity(plan: Plan) -> tuple[int, ...]:
@@ -51,6 +54,8 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
         _ORDER[family_of(plan)],
         layout.pp,
         layout.tp,
+        layout.cp,
+        plan.fused_loss,
         plan.offload.parameters != "none",
         _RECOMPUTE.index(plan.recompute),
         plan.gradient_sync != "last",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.layout import Layout
 from shardwise.plan.cost.pipeline_time import pipeline_floor
-from shardwise.plan.cost.stage_costs import numel_of, tensor_exchange
+from shardwise.plan.cost.stage_costs import context_exchange, numel_of, tensor_exchange
 from shardwise.plan.cost.stages import SPLIT_BACKWARD, VEE, Turns, even_stages, stages_per_rank
 from shardwise.plan.model.shape import ELEMENT_BYTES
 
@@ -22,20 +22,23 @@ class Floors:
     """Floors of the plans of one question."""
 
     def __init__(self, question: Question, time: TimeModel) -> None:
-        self._shapes = (question.model.plain, question.model.gathered)
+        self._model = question.model
         self._time = time
         self._held = ELEMENT_BYTES[question.precision.parameter]
         self._used = ELEMENT_BYTES[question.precision.compute]
         self._reduced = ELEMENT_BYTES[question.precision.reduce]
         self._states = question.optimizer.states * ELEMENT_BYTES[question.precision.optimizer]
-        self._numels: dict[tuple[int, int], tuple[float, float]] = {}
+        self._numels: dict[tuple[int, int], tuple[float, float, float]] = {}
         self._cuts: dict[tuple[object, ...], tuple[Stage, ...]] = {}
         self._saved: dict[tuple[object, ...], float] = {}
         self._busy: dict[tuple[object, ...], float] = {}
 
     def seconds(self, group: Group) -> float:
         """Return seconds that no plan of a group goes below: its compute, exchanges of cut matrices, and bubbles."""
-        return min(self._seconds(shape, group) for shape in self._shapes)
+        return min(self._seconds(self._shape(group, gathered=gathered), group) for gathered in (False, True))
+
+    def _shape(self, group: Group, *, gathered: bool) -> ModelShape:
+        return self._model.sliced(group.cp, group.tp, gathered=gathered)
 
     def _seconds(self, shape: ModelShape, group: Group) -> float:
         stages = self._stages(shape, group)
@@ -62,9 +65,7 @@ class Floors:
                 part, group.micro_batch, tp=group.tp, sequence_parallel=group.sequence_parallel, compiled=False
             )
             again = part.kind == "block" and group.recompute != "none"
-            exchange = tensor_exchange(
-                part, group.micro_batch, group.tp, self._time.wires, sequence_parallel=group.sequence_parallel
-            )
+            exchange = self._exchange(part, shape, group)
             self._busy[key] = (
                 cost.forward.total
                 + cost.backward.total
@@ -73,33 +74,49 @@ class Floors:
             )
         return self._busy[key]
 
+    def _exchange(self, part: Part, shape: ModelShape, group: Group) -> float:
+        """Return what one pass waits for inside; nothing for a last part whose loss may be fused."""
+        wires, samples = self._time.wires, group.micro_batch
+        waits = context_exchange(part, samples, Layout(cp=group.cp, tp=group.tp), wires)
+        if part.kind == "last" and shape.head is not None:
+            return waits
+        return waits + tensor_exchange(part, samples, group.tp, wires, sequence_parallel=group.sequence_parallel)
+
     def memory(self, group: Group, variant: Variant) -> float:
         """Return bytes that a plan needs at least: states during the update, or states and activations before backward.
 
         Stages are taken as equal: the fullest is no smaller.
         """
-        shape, cuts = self._shapes[variant.zero >= 2], variant.zero >= 2
-        numel, trained = (total / group.pp for total in self._numel(shape, group.tp))
-        cut = variant.shard if cuts else 1
-        parameters = 0.0 if variant.offload[0] != "none" else self._held * numel / cut
-        states = 0.0 if variant.offload[1] != "none" else self._states * trained / variant.shard
+        cuts, shard = variant.zero >= 2, variant.shard * group.cp
+        shape = self._shape(group, gathered=cuts)
+        numel, trained, narrow = (total / group.pp for total in self._numel(shape, group.tp))
+        cut = shard if cuts else 1
+        held = self._held * numel - (self._held - self._used) * narrow
+        parameters = 0.0 if variant.offload[0] != "none" else held / cut
+        states = 0.0 if variant.offload[1] != "none" else self._states * trained / (shard if variant.zero else 1)
         gradients = self._held * trained / cut if variant.offload[0] == "none" else 0.0
         # Between micro-batches gradients stay, whole unless each is summed; DDP's buckets stay always.
         stay = 0.0
-        if group.accumulation > 1 or (not cuts and group.pp == group.tp == 1 and group.dp > 1):
+        if group.accumulation > 1 or (not cuts and group.pp == group.tp == 1 and group.dp * group.cp > 1):
             whole = cuts and variant.gradient_sync == "last" and group.accumulation > 1
             stay = self._reduced * trained if whole else gradients
         gathered = self._used * numel if variant.zero == 2 else 0.0
         return parameters + states + max(gradients, stay + gathered + self._activations(shape, group))
 
-    def _numel(self, shape: ModelShape, tp: int) -> tuple[float, float]:
-        """Return parameters of all stages on ranks of a tensor-parallel group, and those of them that are trained."""
+    def _numel(self, shape: ModelShape, tp: int) -> tuple[float, float, float]:
+        """Return parameters of all stages on ranks of a tensor-parallel group, those trained, those held narrow."""
         key = (id(shape), tp)
         if key not in self._numels:
             layout = Layout(tp=tp)
             self._numels[key] = (
                 sum(part.count * numel_of(part, layout) for part in shape.parts),
                 sum(part.count * numel_of(part, layout, trained=True) for part in shape.parts),
+                sum(
+                    part.count * weight.numel / (tp if weight.cut else 1)
+                    for part in shape.parts
+                    for weight in part.weights
+                    if weight.narrow
+                ),
             )
         return self._numels[key]
 

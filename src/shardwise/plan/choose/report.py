@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardwise.plan.choose.deepspeed import choose_form, form_reason
-from shardwise.plan.choose.explain import compile_gain, decision_path, reason
+from shardwise.plan.choose.explain import decision_path, reason
+from shardwise.plan.choose.gains import capture_gain, compile_gain, rounds_gain
 from shardwise.plan.choose.search import FILL, Candidate
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ def answer_data(answer: Answer, forms: Sequence[Form] = (), *, every: bool = Fal
             for fork in decision_path(answer)
         ],
         "compile_gain": compile_gain(answer),
+        "capture_gain": capture_gain(answer),
+        "rounds_gain": rounds_gain(answer),
         "plans_considered": answer.num_plans,
         "plans_predicted": len(answer.candidates),
     }
@@ -89,6 +92,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
         "recompute": plan.recompute,
         "gradient_sync": plan.gradient_sync,
         "sequence_parallel": plan.sequence_parallel,
+        "fused_loss": plan.fused_loss,
         "schedule": plan.pipeline.schedule if plan.layout.pp > 1 else None,
         "offload": {"parameters": plan.offload.parameters, "optimizer": plan.offload.optimizer},
         "compute": plan.precision.compute,

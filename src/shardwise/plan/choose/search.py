@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardwise.hardware.machine import Cluster
     from shardwise.plan.cost.memory import Memory, OptimizerShape
     from shardwise.plan.cost.time import Time
-    from shardwise.plan.model.shape import Model
+    from shardwise.plan.model.forms import Model
 
 FILL = 0.95
 """Of a device's memory, what a plan may need: the rest is for what other processes and unlucky moments take."""
@@ -33,6 +33,12 @@ FAMILY_TIE = 0.05
 STRUCTURE_TIE = 0.1
 """The same between those and families that cut the model: bubbles and exchanges have errors of their own, and a cut
 model asks more of its users."""
+
+
+LOGIT_BYTES = 10
+"""Of one logit and what a loss makes of it, in bf16 and fp32."""
+LOGIT_SHARE = 0.02
+"""Of a device's memory, what logits may take before a fused loss is looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +159,7 @@ class _Search:
     def leanest(self) -> list[Group]:
         """Return the groups that need least memory, those that cut least first."""
         small = [group for _, group in self._ordered() if group.micro_batch == 1 and group.recompute == "full"]
-        return sorted(small, key=lambda group: (group.pp, group.tp, group.schedule))
+        return sorted(small, key=lambda group: (group.pp, group.tp, group.cp, group.schedule))
 
     def fits(self, group: Group, variant: Variant) -> bool:
         """Whether a plan's memory suffices."""
@@ -178,16 +184,32 @@ class _Search:
 
     def _run(self, ordered: list[tuple[float, Group]], *, offload: bool) -> None:
         for floor, group in ordered:
-            for variant in variants(group):
+            for variant in self._variants(group):
                 for form in self._forms(group, variant, offload=offload):
                     self._num_plans += 1
                     if self._consider(floor, group, form) and not self._exhaustive:
                         break  # a leaner form of a plan that fits is only slower
 
+    def _variants(self, group: Group) -> Iterator[Variant]:
+        """Yield the variants of a group; where words are cut, a fused loss also spares the gathering of logits."""
+        for variant in variants(group):
+            yield variant
+            if group.tp > 1 and self._fuses(group):
+                yield variant._replace(fused_loss=True)
+
     def _forms(self, group: Group, variant: Variant, *, offload: bool) -> Iterator[Variant]:
         if not offload:
             yield variant
-        yield from leaner(group, variant, offload=offload)
+        fuses = group.tp == 1 and self._fuses(group)
+        yield from leaner(group, variant, offload=offload, fuses=fuses)
+
+    def _fuses(self, group: Group) -> bool:
+        """Whether logits are worth fusing: they would take a good part of the device."""
+        head = self.question.model.plain.head
+        if head is None:
+            return False
+        logits = group.micro_batch * head.rows / group.cp * head.words / group.tp * LOGIT_BYTES
+        return logits > LOGIT_SHARE * self.question.room
 
     def _consider(self, floor: float, group: Group, variant: Variant) -> bool:
         """Predict a plan as far as needed; returns whether it fits, or would not be looked at further."""
@@ -231,7 +253,7 @@ class _Search:
         if family not in self._smallest:
             return Rejected(family=family, reason="impossible", detail=self._refused.get(family, ""))
         _, group, variant = self._smallest[family]
-        plan = make_plan(self._base, group, variant)
+        plan = make_plan(self._base, group, variant._replace(fused_loss=variant.fused_loss or self._fuses(group)))
         memory = predict_memory(
             self.question.model.for_plan(plan), plan, optimizer=self.question.optimizer, context=self.question.context
         )
@@ -244,7 +266,8 @@ class _Search:
 def anything_fits(question: Question) -> str | None:
     """Return the first family that fits on the cluster, without predicting time; None where nothing does."""
     search = _Search(question, exhaustive=False)
-    lean = [(group, variant) for group in search.leanest() for variant in variants(group)]
+    fuses = question.model.plain.head is not None
+    lean = [(group, variant._replace(fused_loss=fuses)) for group in search.leanest() for variant in variants(group)]
     for offload in (False, True):
         for group, variant in lean:
             for form in leaner(group, variant, offload=True) if offload else (variant,):
@@ -278,6 +301,8 @@ def _family_of(group: Group, variant: Variant) -> str:
     """Return the family of a plan that is not made yet; as `family_of`."""
     if variant.offload != ("none", "none"):
         return "offload"
+    if group.cp > 1:
+        return "cp"
     if group.pp > 1:
         return "3d" if group.tp > 1 else "pp"
     if group.tp > 1:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardwise.errors import PlanError
 from shardwise.job import optimizers
 from shardwise.plan.choose.batches import usual_batch
 from shardwise.plan.cost.memory import ADAMW, SGD, OptimizerShape
-from shardwise.plan.model.lora import with_lora
-from shardwise.plan.model.shape import Model
+from shardwise.plan.model.forms import Model
 from shardwise.plan.plan import Precision
 from shardwise.plan.settle import Device, choose_precision
 
@@ -46,13 +46,16 @@ def published_subject(
     from shardwise.plan.model.published import published
 
     held, why = _precision(cluster, precision)
-    model = Model(
-        plain=published(name, compute=held.compute, gathered=False, length=length),
-        gathered=published(name, compute=held.compute, gathered=True, length=length),
+    if lora is not None and lora < 1:
+        raise PlanError(f"LoRA rank {lora} adapts nothing", fix="use 1 or more, such as 16")
+    plain, gathered = (
+        published(name, compute=held.compute, gathered=gathered, length=length, lora=lora or 0)
+        for gathered in (False, True)
     )
+    model = Model(plain=plain, gathered=gathered)
     usual = usual_batch(name, model.plain.tokens_per_sample, cluster.num_devices, lora=lora is not None)
     return Subject(
-        model=with_lora(model, lora) if lora is not None else model,
+        model=model,
         batch_size=batch_size or usual,
         batch_source="--batch-size" if batch_size else "usual for this model",
         precision=held,

@@ -113,7 +113,6 @@ class ComputeModel:
         work, given = part.work, self.assumptions
         dtype = given.matmul_dtype if given.matmul_dtype and part.kind == "block" else self._dtype
         fused = (given.compiled_moved, given.compiled_operators) if compiled else (1.0, 1.0)
-        trained = sum(weight.numel for weight in part.weights if weight.trained) / max(1, part.numel)
 
         def other(moved: Amount, operators: float) -> tuple[float, float]:
             """Return device and host seconds of operators that wait for memory."""
@@ -128,7 +127,7 @@ class ComputeModel:
         forward = self._seconds(sum(p[0] for p in products), asked[0], other(work.moved, work.kernels)).plus(casts)
         slower = given.quantized_backward if dtype != self._dtype else 1.0
         backward = self._seconds(
-            sum(p[1] + trained * p[2] for p in products) / slower,
+            sum(p[1] + p[2] for p in products) / slower,
             asked[1],
             other(work.moved_backward, work.kernels_backward),
         ).plus(casts)
@@ -146,14 +145,14 @@ class ComputeModel:
         return Seconds(memory=moved / self.calibration.memory_bandwidth.value)
 
     def _products(self, matmul: Matmul, samples: int, tp: int, dtype: str) -> tuple[float, float, float]:
-        """Return seconds of the product itself, of its input's gradient and of its weight's."""
+        """Return seconds of the product itself, of its input's gradient and of its weight's, which frozen ones lack."""
         rows = matmul.rows * samples
         inner = max(1, matmul.inner // tp) if matmul.cut == "inner" else matmul.inner
         columns = max(1, matmul.columns // tp) if matmul.cut == "columns" else matmul.columns
         shapes = ((rows, columns, inner), (rows, inner, columns), (inner, columns, rows))
         is_even = is_aligned(inner, dtype) and is_aligned(columns, dtype)
         first, second, third = (matmul.count * self._product(shape, dtype, is_even=is_even) for shape in shapes)
-        return first, second, third
+        return first, second, third if matmul.trained else 0.0
 
     def _product(self, shape: tuple[int, int, int], dtype: str, *, is_even: bool) -> float:
         key = (shape, dtype, is_even)

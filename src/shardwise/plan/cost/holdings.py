@@ -32,11 +32,15 @@ class Share(NamedTuple):
     """Weights that autocast copies into the compute dtype."""
     unit: float
     """What a gather over the shard axis brings."""
+    unit_trained: float
+    """What a sum over the shard axis takes."""
+    narrow: float
+    """Weights held in the compute dtype; under sharding this rank's rows of them."""
 
 
 def _share(part: Part, count: int, plan: Plan) -> Share:
     weights = [weight for weight in part.weights if not weight.tied or plan.layout.pp > 1]
-    layout = plan.layout
+    layout = plan.layout.folded
     pairs = [(weight, _rows(weight, layout.tp, layout.shard)) for weight in weights]
     whole = sum(rows.whole for _, rows in pairs)
     return Share(
@@ -48,6 +52,8 @@ def _share(part: Part, count: int, plan: Plan) -> Share:
         owned_trained=sum(rows.own for weight, rows in pairs if weight.trained),
         cast=sum(rows.whole for weight, rows in pairs if weight.cast),
         unit=sum(rows.own for _, rows in pairs) * layout.shard,
+        unit_trained=sum(rows.own for weight, rows in pairs if weight.trained) * layout.shard,
+        narrow=sum(rows.own if plan.zero >= 2 else rows.whole for weight, rows in pairs if weight.narrow),
     )
 
 
@@ -86,8 +92,7 @@ class Holdings:
         self.root = sum(share.unit for share in self.shares if share.part.kind != "block")
         """Weights outside the blocks, which sharding gathers as one unit."""
         self.saved = [self.amount(share.part.footprints[plan.recompute].saved) for share in self.shares]
-        layout = plan.layout
-        self.uses_buckets = plan.zero < 2 and layout.dp > 1 and layout.pp == layout.tp == layout.cp == 1
+        self.uses_buckets = uses_ddp(plan)
         """Whether DDP keeps all gradients in buckets of its own."""
 
     def kept(self, index: int) -> float:
@@ -112,15 +117,28 @@ class Holdings:
         plan = self.plan
         # The feed brings all micro-batches of a step to a GPU while the step before it trains.
         batches = 2 * plan.accumulation if on_gpu else min(2, plan.accumulation)
+        batches += plan.accumulation if on_gpu and plan.is_captured else 0  # a graph reads copies of its own
         rest = {"input": self.amount(self.shape.input) * batches}
         if plan.offload.parameters == "none":
-            rest["parameters"] = self.held_bytes * self.total("owned" if self.sharded else "whole")
+            rest["parameters"] = self.parameters()
         if plan.offload.optimizer == "none":
             owned = self.total("owned_trained" if plan.zero else "trained")
             rest["optimizer states"] = ELEMENT_BYTES[plan.precision.optimizer] * self.optimizer.states * owned
         if self.uses_buckets:
             rest["gradients"] = self.held_bytes * self.total("trained")
+        if plan.communication.sync_every > 1:
+            copies = 1 + (plan.communication.outer_momentum > 0)
+            rest["anchor and momentum"] = copies * self.trained_bytes()
         return rest
+
+    def trained_bytes(self) -> float:
+        """Return the bytes of what one rank trains."""
+        return self.held_bytes * self.total("owned_trained" if self.sharded else "trained")
+
+    def parameters(self) -> float:
+        """Return the bytes of this rank's parameters."""
+        whole = self.held_bytes * self.total("owned" if self.sharded else "whole")
+        return whole - (self.held_bytes - self.compute_bytes) * self.total("narrow")
 
     def host(self) -> float:
         """Return what offload keeps on the host: parameters, their gradients and the optimizer's states."""
@@ -130,7 +148,13 @@ class Holdings:
         trained = (2 * self.held_bytes + states) * self.total("owned_trained" if self.plan.zero else "trained")
         if self.plan.offload.parameters == "none":
             return trained
-        return trained + self.held_bytes * (self.total("owned") - self.total("owned_trained"))
+        return trained + self.parameters() - self.trained_bytes()
+
+
+def uses_ddp(plan: Plan) -> bool:
+    """Whether DDP sums gradients in buckets: parameters whole on every rank, one stage, no cut matrices, no rounds."""
+    layout = plan.layout.folded
+    return plan.communication.sync_every == 1 and plan.zero < 2 and layout.dp > 1 and layout.pp == layout.tp == 1
 
 
 def add_up(shares: Sequence[Share], name: str) -> float:

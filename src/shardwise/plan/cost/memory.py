@@ -236,7 +236,7 @@ def _add_sharded(own: Holdings, now: dict[str, float], index: int, position: int
     if own.plan.zero == 2:
         below = add_up([block for block in own.shares[:index] if block.part.kind == "block"], "unit")
         now["gathered"] = own.compute_bytes * (own.root + below + unit * position)
-    elif share.part.kind == "last" and not moment.gradients:
+    elif share.part.kind == "last" and share.trained and not moment.gradients and not own.plan.fused_loss:
         now["gathered"] = 0.0  # the loss: the model's own backward has not begun
     elif share.part.kind == "last":
         # As it came and in place; then the last block is gathered ahead.
@@ -259,8 +259,8 @@ def _sent_last(own: Holdings, index: int, position: int) -> float:
     """Numbers of the block after this part, whose gradients may still be on their way; the root comes last."""
     share = own.shares[index]
     if share.part.kind == "block" and position < share.number:
-        return share.unit
-    return next((block.unit for block in own.shares[index + 1 :] if block.part.kind == "block"), 0.0)
+        return share.unit_trained
+    return next((block.unit_trained for block in own.shares[index + 1 :] if block.part.kind == "block"), 0.0)
 
 
 def _update(own: Holdings, rest: Mapping[str, float]) -> tuple[str, dict[str, float]]:
@@ -276,9 +276,10 @@ def _update(own: Holdings, rest: Mapping[str, float]) -> tuple[str, dict[str, fl
 
 def _gather_buffers(own: Holdings) -> float:
     """ZeRO-1 gathers new rows bucket by bucket: own rows twice, everybody's, and one weight put in order."""
-    largest = own.held_bytes * max(weight.numel for share in own.shares for weight in share.part.weights)
-    bucket = max(largest, min(float(BUCKET), own.held_bytes * own.total("whole")))
-    return bucket * (1 + 2 / own.plan.layout.shard) + largest
+    numels = (weight.numel for share in own.shares for weight in share.part.weights if weight.trained)
+    largest = own.held_bytes * max(numels, default=0)
+    bucket = max(largest, min(float(BUCKET), own.held_bytes * own.total("trained")))
+    return bucket * (1 + 2 / own.plan.layout.folded.shard) + largest
 
 
 def _add(now: dict[str, float], name: str, amount: float) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.layout import Layout
-from shardwise.plan.cost.compute import Seconds
+from shardwise.plan.cost.compute import PartCost, Seconds
+from shardwise.plan.cost.holdings import uses_ddp
 from shardwise.plan.cost.passes import Unit, bucket_reduces
 from shardwise.plan.cost.traffic import collective, place
 from shardwise.plan.model.shape import ELEMENT_BYTES
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from shardwise.hardware.calibration import Calibration
     from shardwise.hardware.machine import Cluster
-    from shardwise.plan.cost.compute import ComputeModel, PartCost
+    from shardwise.plan.cost.compute import ComputeModel
     from shardwise.plan.cost.stages import Stage
     from shardwise.plan.cost.traffic import Collective, Placement, Transfer
     from shardwise.plan.model.shape import ModelShape, Part
@@ -55,7 +56,8 @@ class Wires:
 
     def figure(self, layout: Layout) -> tuple[float, str]:
         """Return uncertainty and origin of what travels along the widest axes of a layout."""
-        axes = next((axes for axes in (("replicate", "shard"), ("tp",), ("pp",)) if _size(layout, axes) > 1), ("tp",))
+        kinds = (("replicate", "shard"), ("cp",), ("tp",), ("pp",))
+        axes = next((axes for axes in kinds if _size(layout, axes) > 1), ("tp",))
         transfer = self.transfer("all_reduce", BUCKET_BYTES, layout, *axes)
         return transfer.uncertainty, transfer.origin
 
@@ -69,11 +71,12 @@ class Exchange(NamedTuple):
 
     tensor: float = 0.0
     batch_norm: float = 0.0
+    context: float = 0.0
 
     @property
     def total(self) -> float:
-        """Both."""
-        return self.tensor + self.batch_norm
+        """All of it."""
+        return self.tensor + self.batch_norm + self.context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +123,7 @@ def stage_cost(stage: Stage, shape: ModelShape, plan: Plan, compute: ComputeMode
         exchanged = Exchange(*(a + repeats * count * b for a, b in zip(exchanged, once, strict=True)))
     if plan.zero >= 2:
         units = _sharded(stage, units, plan, wires, compute)
-    elif plan.layout.dp > 1 and plan.layout.pp == plan.layout.tp == 1:
+    elif uses_ddp(plan):
         units = _replicated(units, gradients, plan, wires)
     return StageCost(
         units=tuple(units),
@@ -142,6 +145,8 @@ def _part_cost(part: Part, plan: Plan, compute: ComputeModel) -> tuple[PartCost,
         sequence_parallel=plan.sequence_parallel,
         compiled=compiled,
     )
+    if plan.is_captured and not compute.on_host:  # one launch for all operators of a step
+        cost = PartCost(*(seconds._replace(launch=0.0, host=0.0) for seconds in cost))
     again = cost.again(plan.recompute) if part.kind == "block" else Seconds()
     if plan.zero >= 2:
         ahead, back = compute.assumptions.shard_operators
@@ -149,22 +154,44 @@ def _part_cost(part: Part, plan: Plan, compute: ComputeModel) -> tuple[PartCost,
     return cost, again
 
 
-def tensor_exchange(part: Part, samples: int, tp: int, wires: Wires, *, sequence_parallel: bool) -> float:
+def tensor_exchange(
+    part: Part, samples: int, tp: int, wires: Wires, *, sequence_parallel: bool, fused: bool = False
+) -> float:
     """Return seconds that one forward pass of a part waits for its tensor-parallel group; backward waits as long."""
     if tp == 1 or not part.num_exchanges:
         return 0.0
     size = part.tp_exchanged.at(samples) / part.num_exchanges
     names: tuple[Collective, ...] = ("reduce_scatter", "all_gather") if sequence_parallel else ("all_reduce",)
     if part.kind == "last":
-        names = ("all_gather",)  # logits of all ranks side by side; nothing is summed
+        # Logits of all ranks side by side, where nothing is summed; or the gradient of what the head was given.
+        names = ("all_reduce",) if fused else ("all_gather",)
     # tp is the innermost axis: where its groups stand does not depend on the others.
     return part.num_exchanges * sum(wires.seconds(name, size, Layout(tp=tp), "tp") for name in names)
+
+
+def context_exchange(part: Part, samples: int, layout: Layout, wires: Wires) -> float:
+    """Return seconds that one forward pass of a part waits for other slices of the tokens; backward waits as long."""
+    if not part.num_cp_exchanges:
+        return 0.0
+    size = part.cp_exchanged.at(samples, tp=layout.tp) / part.num_cp_exchanges
+    # cp and tp are the innermost axes: where their groups stand does not depend on the others.
+    inner = Layout(cp=layout.cp, tp=layout.tp)
+    return part.num_cp_exchanges * wires.seconds("all_to_all", size, inner, "cp")
 
 
 def _exchange(part: Part, shape: ModelShape, plan: Plan, wires: Wires) -> Exchange:
     """Return what one forward pass of a part waits for inside."""
     layout = plan.layout
-    tensor = tensor_exchange(part, plan.micro_batch, layout.tp, wires, sequence_parallel=plan.sequence_parallel)
+    tensor = tensor_exchange(
+        part,
+        plan.micro_batch,
+        layout.tp,
+        wires,
+        sequence_parallel=plan.sequence_parallel,
+        fused=plan.fused_loss and shape.head is not None,
+    )
+    if layout.cp > 1:
+        return Exchange(tensor, context=context_exchange(part, plan.micro_batch, layout, wires))
     if not shape.ties_samples or plan.batch_norm == "local" or layout.dp == 1:
         return Exchange(tensor)
     # Every convolution is followed by a norm, which sums sum, square sum and count of some hundred channels.
@@ -187,7 +214,7 @@ def _replicated(units: list[Unit], gradients: list[float], plan: Plan, wires: Wi
     width = compressed or ELEMENT_BYTES[plan.precision.reduce]
 
     def seconds_of(num_bytes: float) -> float:
-        return wires.seconds("all_reduce", num_bytes, plan.layout, "replicate", "shard")
+        return wires.seconds("all_reduce", num_bytes, plan.layout.folded, "replicate", "shard")
 
     bucket = plan.communication.bucket_mb * 2**20
     reduces = bucket_reduces([width * numel for numel in gradients], bucket, seconds_of)
@@ -218,13 +245,14 @@ def _with(unit: Unit, times: Mapping[str, float]) -> Unit:
 
 def _shard_times(numel: float, trained: float, plan: Plan, wires: Wires, compute: ComputeModel) -> dict[str, float]:
     """Return seconds to gather and sum one sharded unit, and of the copies beside it."""
-    layout, precision, calibration = plan.layout, plan.precision, compute.calibration
+    layout, precision, calibration = plan.layout.folded, plan.precision, compute.calibration
     used = ELEMENT_BYTES[precision.compute if precision.compute in {"bf16", "fp16"} else precision.parameter]
     sent = compute.assumptions.gather_bytes or used
     gather = wires.seconds("all_gather", sent * numel, layout, "shard")
     width = ELEMENT_BYTES[precision.reduce]
     reduce = wires.seconds("reduce_scatter", width * trained, layout, "shard")
-    reduce += wires.seconds("all_reduce", width * trained / layout.shard, layout, "replicate")
+    if plan.communication.sync_every == 1:
+        reduce += wires.seconds("all_reduce", width * trained / layout.shard, layout, "replicate")
     if plan.offload.parameters == "cpu":
         gather += ELEMENT_BYTES[precision.parameter] * numel / layout.shard / calibration.from_host.value
         reduce += ELEMENT_BYTES[precision.parameter] * trained / layout.shard / calibration.to_host.value

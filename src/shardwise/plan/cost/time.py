@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from shardwise.plan.model.shape import ModelShape, Part
     from shardwise.plan.plan import Plan
 
-WAITING = ("tensor", "batch norm", "gather", "reduce", "sum", "collect")
+WAITING = ("tensor", "context", "batch norm", "gather", "reduce", "sum", "collect", "meet")
 """Parts in which compute waits for other ranks."""
+OUTER_PASSES = 14
+"""Reads and writes of all weights when replicas meet: anchor, move, outer optimizer, weights."""
 LEAST_UNCERTAINTY = 0.03
 """Run-to-run spread of a step on one machine."""
 
@@ -189,7 +191,7 @@ class TimeModel:
 
     def _after(self, trained: float, plan: Plan) -> dict[str, float]:
         """Return what follows the last backward: sums that nothing hides, norm, optimizer, gathers of ZeRO-1."""
-        layout, calibration = plan.layout, self.calibration
+        layout, calibration = plan.layout.folded, self.calibration
         bandwidth = calibration.memory_bandwidth.value
         width, held = ELEMENT_BYTES[plan.precision.reduce], ELEMENT_BYTES[plan.precision.optimizer]
         mine = trained / layout.shard
@@ -208,6 +210,11 @@ class TimeModel:
         if plan.zero == 1:
             parts["collect"] = self.wires.in_buckets("all_gather", held * trained, layout, "shard")
             parts["collect"] += 4 * held * trained / bandwidth
+        every = plan.communication.sync_every
+        if every > 1:
+            moved = held * (mine if plan.zero >= 2 else trained)
+            parts["meet"] = self.wires.in_buckets("all_reduce", moved, layout, "replicate") / every
+            parts["update"] += OUTER_PASSES * moved / bandwidth / every
         return parts
 
     def _time(self, shape: ModelShape, plan: Plan, parts: dict[str, float], doubt: float) -> Time:
@@ -216,7 +223,7 @@ class TimeModel:
         waiting = sum(parts.get(name, 0.0) for name in WAITING) + parts["contention"]
         update = parts["update"] * self.calibration.optimizer_bandwidth.uncertainty
         world, samples, tokens = plan.layout.world_size, plan.batch_size / seconds, shape.tokens_per_sample
-        flops = sum(part.count * training_flops(part) for part in shape.parts)
+        flops = plan.layout.cp * sum(part.count * training_flops(part) for part in shape.parts)
         return Time(
             seconds=seconds,
             parts={name: value for name, value in parts.items() if value > 0},
@@ -237,21 +244,21 @@ def training_flops(part: Part) -> float:
 
     Frozen weights get no gradient.
     """
-    trained = sum(weight.numel for weight in part.weights if weight.trained) / max(1, part.numel)
-    work = part.work
-    return (2.0 + trained) * sum(item.flops for item in work.matmuls) + 3.5 * sum(
-        item.flops for item in work.attentions
-    )
+    products = sum((3.0 if item.trained else 2.0) * item.flops for item in part.work.matmuls)
+    return products + 3.5 * sum(item.flops for item in part.work.attentions)
 
 
 def _compute_parts(costs: Sequence[StageCost], micro_batches: int) -> dict[str, float]:
     """Return seconds of a step by class on a rank that holds these stages; parts of communication begin at 0."""
-    parts = dict.fromkeys(("matmul", "attention", "memory", "launch", "recompute", "tensor", "batch norm"), 0.0)
+    parts = dict.fromkeys(
+        ("matmul", "attention", "memory", "launch", "recompute", "tensor", "context", "batch norm"), 0.0
+    )
     for cost in costs:
         for seconds in (cost.forward, cost.backward):
             for name in ("matmul", "attention", "memory", "launch"):
                 parts[name] += micro_batches * getattr(seconds, name)
         parts["recompute"] += micro_batches * cost.again.total
         parts["tensor"] += micro_batches * cost.exchange.tensor
+        parts["context"] += micro_batches * cost.exchange.context
         parts["batch norm"] += micro_batches * cost.exchange.batch_norm
     return parts | dict.fromkeys(("gather", "reduce", "contention", "bubble"), 0.0)

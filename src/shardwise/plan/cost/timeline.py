@@ -37,7 +37,7 @@ def _after(model: TimeModel, shape: ModelShape, plan: Plan, start: float) -> lis
     """Return what follows the last backward pass, one after the other."""
     spans = []
     parts = model.predict(shape, plan).parts
-    for name, stream in (("sum", WIRE), ("update", COMPUTE), ("collect", WIRE)):
+    for name, stream in (("sum", WIRE), ("update", COMPUTE), ("meet", WIRE), ("collect", WIRE)):
         if name in parts:
             spans.append(Span(stream, name, start, start + parts[name]))
             start += parts[name]

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardwise.plan.model import operators as op
-from shardwise.plan.model.shape import ELEMENT_BYTES, Amount, Attention, Matmul, ModelShape, Weight
+from shardwise.plan.model.shape import ELEMENT_BYTES, Amount, Attention, Head, Matmul, ModelShape, Weight
 from shardwise.plan.model.tape import WIDE, Describer, Tape
 
 if TYPE_CHECKING:
@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from shardwise.plan.plan import DType
 
 
-def decoder_shape(name: str, config: DecoderConfig, length: int, *, compute: DType, gathered: bool) -> ModelShape:
+def decoder_shape(
+    name: str, config: DecoderConfig, length: int, *, compute: DType, gathered: bool, lora: int = 0
+) -> ModelShape:
     """Describe a decoder on samples of `length` tokens, trained with token cross entropy."""
-    describe = Describer(compute=compute, gathered=gathered)
+    describe = Describer(compute=compute, gathered=gathered, lora=lora)
     narrow, stream_width = ELEMENT_BYTES[compute], Tape(compute, gathered).weight_width
     stream = Amount(stream=length * config.width)
     summed = Amount(whole=length * config.width)
@@ -62,7 +64,17 @@ def decoder_shape(name: str, config: DecoderConfig, length: int, *, compute: DTy
         ),
         input=Amount(whole=2 * length * op.INDEX),
         tokens_per_sample=length,
-        tp_degrees=_degrees(config),
+        tp_degrees=_divisors(math.gcd(config.num_heads, config.kv_heads, config.hidden_width)),
+        cp_degrees=_divisors(math.gcd(config.num_heads, length)),
+        head=Head(
+            words=config.vocab_size,
+            width=config.width,
+            rows=length,
+            hidden_bytes=_norm(config, length, Tape(compute, gathered), given(Tape(compute, gathered))).width,
+            cut=True,
+            trained=lora == 0,
+            before=describe.footprint(partial(_norm, config, length), given),
+        ),
     )
 
 
@@ -195,7 +207,5 @@ def _matrix(config: DecoderConfig, name: str, rows: int, columns: int, *, cut_bi
     return weight, Weight(name=f"{name}.bias", rows=rows, numel=rows, cut=cut_bias)
 
 
-def _degrees(config: DecoderConfig) -> tuple[int, ...]:
-    """Degrees that divide heads, groups of heads and hidden units."""
-    largest = math.gcd(config.num_heads, config.kv_heads, config.hidden_width)
-    return tuple(degree for degree in range(1, largest + 1) if largest % degree == 0)
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(degree for degree in range(1, number + 1) if number % degree == 0)

@@ -25,20 +25,57 @@ def cast(tape: Tape, x: Value, width: int) -> Value:
     return x if x.width == width else tape.apply([x], x.elements, width)
 
 
-def linear(tape: Tape, x: Value, elements: Amount, matmul: Matmul, *, bias: bool = False) -> Value:
-    """Matrix product with a weight [columns, inner], or a convolution that amounts to it, in the compute dtype."""
+def linear(
+    tape: Tape, x: Value, elements: Amount, matmul: Matmul, *, bias: bool = False, flattens: bool = True
+) -> Value:
+    """Matrix product with a weight [columns, inner], or a convolution that amounts to it, in the compute dtype.
+
+    Beside a frozen weight stand adapters, where the tape has a rank for them. A convolution `flattens` no rows.
+    """
+    numel = (matmul.inner + bias) * matmul.columns
+    if not tape.frozen:
+        return _product(tape, x, elements, matmul, numel, flattens=flattens)
+    out = _frozen_product(tape, x, elements, replace(matmul, trained=False), numel)
+    return add(tape, out, _adapters(tape, x, elements, matmul)) if tape.rank else out
+
+
+def _product(tape: Tape, x: Value, elements: Amount, matmul: Matmul, numel: int, *, flattens: bool = True) -> Value:
+    """Product with a trained weight: the input is kept for its gradient."""
     x = cast(tape, x, tape.width)
-    if not tape.repeats:
-        tape.matmuls.append(matmul)
+    _count(tape, matmul)
     return tape.apply(
         [x],
         elements,
         tape.width,
         saved=[x.storage],
         dear=True,
-        numel=(matmul.inner + bias) * matmul.columns,
+        numel=numel,
         casts_weights=tape.casts_weights,
+        flattens=flattens,
     )
+
+
+def _frozen_product(tape: Tape, x: Value, elements: Amount, matmul: Matmul, numel: int) -> Value:
+    """Product with a frozen weight: nothing but the weight is kept."""
+    x = cast(tape, x, tape.width)
+    _count(tape, matmul)
+    if tape.casts_weights and not tape.repeats:
+        tape.count_cast(0, numel)
+    return tape.apply([x], elements, tape.width, dear=True, flattens=True)
+
+
+def _adapters(tape: Tape, x: Value, elements: Amount, matmul: Matmul) -> Value:
+    """Two thin products one after the other, then the scale; each keeps its input."""
+    down = replace(matmul, columns=tape.rank, cut="inner" if matmul.cut == "inner" else "none")
+    up = replace(matmul, inner=tape.rank, cut="columns" if matmul.cut == "columns" else "none")
+    thin = Amount(whole=matmul.rows * tape.rank)
+    inside = _product(tape, x, thin, down, tape.rank * matmul.inner)
+    return scale_by_number(tape, _product(tape, inside, elements, up, tape.rank * matmul.columns))
+
+
+def _count(tape: Tape, matmul: Matmul) -> None:
+    if not tape.repeats:
+        tape.matmuls.append(matmul)
 
 
 def add(tape: Tape, a: Value, b: Value) -> Value:
@@ -75,6 +112,8 @@ def multiply_rows(tape: Tape, x: Value, rows: Value) -> Value:
 def multiply_by_weight(tape: Tape, x: Value, numel: int) -> Value:
     """Product with a weight of x's rows, in the wider dtype: x is kept for the weight's gradient."""
     width = max(x.width, tape.weight_width)
+    if tape.frozen:
+        return tape.apply([x], x.elements, width)
     return tape.apply([x], x.elements, width, saved=[x.storage], temporaries=x.elements * width, numel=numel)
 
 
@@ -141,7 +180,8 @@ def norm(tape: Tape, x: Value, elements: Amount, width: int, *, kind: Literal["l
         x = cast(tape, x, max(x.width, WIDE))
     num_statistics, num_weights = (2, 2) if kind == "layer" else (1, 1)
     statistics = tape.store(x.elements * (WIDE * num_statistics / width))
-    return tape.apply([x], elements, x.width, saved=[x.storage, statistics], numel=num_weights * width)
+    numel = 0 if tape.frozen else num_weights * width
+    return tape.apply([x], elements, x.width, saved=[x.storage, statistics], numel=numel)
 
 
 @cache
@@ -157,7 +197,8 @@ def rms_norm_is_wide() -> bool:
 def batch_norm(tape: Tape, x: Value, channels: int) -> Value:
     """Batch norm in x's dtype: keeps its input, and statistics in fp32."""
     statistics = tape.store(Amount(fixed=2 * channels * WIDE))
-    return tape.apply([x], x.elements, x.width, saved=[x.storage, statistics], numel=2 * channels)
+    numel = 0 if tape.frozen else 2 * channels
+    return tape.apply([x], x.elements, x.width, saved=[x.storage, statistics], numel=numel)
 
 
 def max_pool(tape: Tape, x: Value, elements: Amount) -> Value:
@@ -218,7 +259,7 @@ def attend(tape: Tape, q: Value, k: Value, v: Value, attention: Attention, *, bi
 
 def embed(tape: Tape, elements: Amount, numel: int, indices: Storage | None = None) -> Value:
     """Rows of a table by index, which is kept (None: it belongs to the batch); the gradient is a whole table."""
-    return tape.apply([], elements, tape.weight_width, saved=[indices], numel=numel)
+    return tape.apply([], elements, tape.weight_width, saved=[indices], numel=0 if tape.frozen else numel)
 
 
 def cross_entropy(tape: Tape, logits: Value) -> Value:

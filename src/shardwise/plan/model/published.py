@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import PlanError, nearest
 from shardwise.plan.model.decoder_parts import decoder_shape
@@ -21,12 +22,17 @@ IMAGE_SIDE = 224
 T5_LENGTH, BYT5_LENGTH = 512, 1024
 
 
-def published(name: str, *, compute: DType, gathered: bool, length: int | None = None) -> ModelShape:
+def published(name: str, *, compute: DType, gathered: bool, length: int | None = None, lora: int = 0) -> ModelShape:
     """Describe a published model trained in `compute`; `gathered` when sharding hands weights over in that dtype.
 
     `length` is tokens per sample (None: the model's context; T5's labels are a quarter as long), or an image's side
-    in pixels.
+    in pixels; `lora` is the rank of adapters on every matrix of the blocks, with all else frozen.
     """
+    shape = _published(name, length, {"compute": compute, "gathered": gathered, "lora": lora})
+    return dataclasses.replace(shape, name=f"{name} + LoRA {lora}") if lora else shape
+
+
+def _published(name: str, length: int | None, options: dict[str, Any]) -> ModelShape:
     if length is not None and length < 1:
         raise PlanError(f"samples have length {length}", fix="use a whole number of at least 1")
     if name in SIZES:
@@ -34,15 +40,20 @@ def published(name: str, *, compute: DType, gathered: bool, length: int | None =
         length = config.context if length is None else length
         if config.family == "gpt2" and length > config.context:
             raise PlanError(f"{name} has {config.context} positions, samples have {length} tokens", fix="shorten them")
-        return decoder_shape(name, config, length, compute=compute, gathered=gathered)
+        return decoder_shape(name, config, length, **options)
     if name in RESNETS:
+        if options.pop("lora"):
+            raise PlanError(
+                f"adapters go beside linear modules, and {name} has convolutions",
+                fix="leave out --lora, or name a decoder",
+            )
         bottleneck, num_blocks = RESNETS[name]
         side = length or IMAGE_SIDE
-        return resnet_shape(name, num_blocks, side, bottleneck=bottleneck, compute=compute, gathered=gathered)
+        return resnet_shape(name, num_blocks, side, bottleneck=bottleneck, **options)
     if name in T5_SIZES:
         settings = T5_COMMON | T5_SIZES[name]
-        return t5_shape(name, settings, length or T5_LENGTH, compute=compute, gathered=gathered)
+        return t5_shape(name, settings, length or T5_LENGTH, **options)
     if name in BYT5_SIZES:
         settings = BYT5_COMMON | BYT5_SIZES[name]
-        return t5_shape(name, settings, length or BYT5_LENGTH, compute=compute, gathered=gathered)
+        return t5_shape(name, settings, length or BYT5_LENGTH, **options)
     raise PlanError(f"there is no published model {name!r}", fix=nearest(name, PUBLISHED))

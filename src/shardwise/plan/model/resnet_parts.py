@@ -50,7 +50,7 @@ class Conv(NamedTuple):
     def __call__(self, tape: Tape, x: Value) -> Value:
         """Run it and its norm."""
         matmul = Matmul(rows=self.side**2, inner=self.channels * self.size**2, columns=self.out_channels)
-        x = op.linear(tape, x, self.elements, matmul)
+        x = op.linear(tape, x, self.elements, matmul, flattens=False)
         return op.batch_norm(tape, x, self.out_channels)
 
 

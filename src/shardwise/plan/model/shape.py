@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping  # noqa: TC003 - read at run time, where a description comes from a file
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from shardwise.plan.plan import DType  # noqa: TC001 - read at run time, too
-
-if TYPE_CHECKING:
-    from shardwise.plan.plan import Plan
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -62,6 +60,8 @@ class Weight:
     cast: bool = True
     """Whether it is cast to the compute dtype for use; norms' weights, for one, are not."""
     trained: bool = True
+    narrow: bool = False
+    """Whether it is held in the compute dtype, whatever the plan holds others in: frozen ones of a model in bf16."""
     tied: bool = False
     """Whether another part has it too (a head tied to the embedding): one tensor where both are on one rank."""
 
@@ -77,10 +77,12 @@ class Matmul:
     cut: Literal["none", "inner", "columns"] = "none"
     """Which dimension tensor parallelism cuts."""
     count: int = 1
+    trained: bool = True
+    """Whether its weight gets a gradient; a frozen one costs backward a product less."""
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions per sample, forward; backward does twice as many."""
+        """Multiplications and additions per sample, forward; backward does twice as many, of frozen weights as many."""
         return 2 * self.rows * self.inner * self.columns * self.count
 
 
@@ -167,11 +169,31 @@ class Part:
     tp_exchanged: Amount = field(default_factory=Amount)
     """Bytes of activations that tensor parallelism sums over its group in one forward pass; as many in backward."""
     num_exchanges: int = 0
+    cp_exchanged: Amount = field(default_factory=Amount)
+    """Bytes of one rank's queries, keys, values and results that context parallelism exchanges in one forward pass."""
+    num_cp_exchanges: int = 0
 
     @cached_property
     def numel(self) -> int:
         """Parameters of one of them."""
         return sum(weight.numel for weight in self.weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """The last matrix product, whose logits a fused loss makes chunk by chunk, and what comes before it."""
+
+    words: int
+    width: int
+    rows: int
+    """Tokens per sample whose logits the loss reads."""
+    hidden_bytes: int
+    """Bytes of a number that the head is given."""
+    cut: bool = False
+    """Whether tensor parallelism cuts it by words."""
+    trained: bool = True
+    before: Footprint
+    """What the last part holds without head and loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +211,10 @@ class ModelShape:
     """None where samples are not sequences."""
     tp_degrees: tuple[int, ...] = (1,)
     """Tensor-parallel degrees that cut it evenly."""
+    cp_degrees: tuple[int, ...] = (1,)
+    """Context-parallel degrees that cut its sequences and heads evenly, where it can run on slices at all."""
+    head: Head | None = None
+    """None where its loss cannot be fused."""
     stages: bool = True
     """Whether it can be split into pipeline stages at its blocks."""
     ties_samples: bool = False
@@ -201,6 +227,11 @@ class ModelShape:
         return sum(weight.numel * part.count for part in self.parts for weight in part.weights if not weight.tied)
 
     @cached_property
+    def heads(self) -> int:
+        """Attention heads that ranks may share: what all its attentions have in common; 0 without attention."""
+        return math.gcd(*(item.heads for part in self.parts for item in part.work.attentions))
+
+    @cached_property
     def num_blocks(self) -> int:
         """Blocks at which it can be cut."""
         return sum(part.count for part in self.parts if part.kind == "block")
@@ -209,15 +240,3 @@ class ModelShape:
     def flops_per_sample(self) -> float:
         """Multiplications and additions of one forward pass of one sample; backward does about twice as many."""
         return sum(part.work.flops * part.count for part in self.parts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """A model in both forms in which plans use it."""
-
-    plain: ModelShape
-    gathered: ModelShape
-
-    def for_plan(self, plan: Plan) -> ModelShape:
-        """Return the form that a plan trains."""
-        return self.gathered if plan.zero >= 2 else self.plain

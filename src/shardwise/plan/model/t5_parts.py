@@ -20,10 +20,12 @@ BUCKETS = 32
 """Distances that a relative position is sorted into."""
 
 
-def t5_shape(name: str, settings: Mapping[str, Any], length: int, *, compute: DType, gathered: bool) -> ModelShape:
+def t5_shape(
+    name: str, settings: Mapping[str, Any], length: int, *, compute: DType, gathered: bool, lora: int = 0
+) -> ModelShape:
     """Describe an encoder-decoder on inputs of `length` tokens and labels of a quarter as many."""
     model = _T5(settings=settings, length=length, num_labels=-(-length // 4))
-    describe = Describer(compute=compute, gathered=gathered)
+    describe = Describer(compute=compute, gathered=gathered, lora=lora)
     width = Tape(compute, gathered).weight_width
     encoder, decoder = _layer_counts(settings)
     states = partial(Tape.outside, elements=model.elements(length), width=width)
@@ -115,7 +117,11 @@ class _T5:
         """Attention, in the decoder also to the encoder's states, and the feed-forward part."""
         num_tokens = self.num_labels if decodes else self.length
         square = Amount(fixed=self.heads * num_tokens**2)
-        bias = self.make_bias(tape, num_tokens) if makes_bias else tape.outside(square, tape.weight_width)
+        bias = (
+            self.make_bias(tape, num_tokens)
+            if makes_bias
+            else tape.outside(square, tape.weight_width, wants_gradient=not tape.frozen)
+        )
         if decodes:
             bias = op.choose(tape, bias, Amount(fixed=num_tokens**2))
         x = self.attention(tape, x, self.norm(tape, x), op.copy(tape, bias), num_tokens)

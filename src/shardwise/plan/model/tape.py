@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from shardwise.plan.model.lora import adapted
 from shardwise.plan.model.shape import ELEMENT_BYTES, Amount, Attention, Footprint, Matmul, Moment, Part, Work
 
 if TYPE_CHECKING:
@@ -33,10 +34,10 @@ Gradients = dict[tuple[int, int], "Storage"]
 class Storage:
     """Bytes on the device, counted by their tape until the last reference to this is gone."""
 
-    __slots__ = ("_tape", "size")
+    __slots__ = ("_tape", "is_viewed", "size")
 
-    def __init__(self, tape: Tape, size: Amount) -> None:
-        self._tape, self.size = tape, size
+    def __init__(self, tape: Tape, size: Amount, *, is_viewed: bool = False) -> None:
+        self._tape, self.size, self.is_viewed = tape, size, is_viewed
         tape.live += size
         tape.note()
 
@@ -82,6 +83,13 @@ class Node:
     """Whether that gradient comes in the compute dtype and is cast."""
     moves: bool = False
     """Whether its time is that of the bytes it moves: not so for views and matrix products."""
+    flattens: bool = False
+    """Whether its input's gradient is a view of a product of flattened rows: to such autograd adds nothing in place."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether backward comes here: not to what lives outside the part, nor to what has no gradient."""
+        return bool(self.inputs or self.numel)
 
 
 class _EnoughError(Exception):
@@ -95,6 +103,10 @@ class Tape:
     compute: DType
     gathered: bool
     """Whether weights are in the compute dtype when used; else autocast casts them."""
+    frozen: bool = False
+    """Whether the model's own weights get no gradients."""
+    rank: int = 0
+    """Of the adapters beside each matrix; 0: there are none."""
     live: Amount = NOTHING
     gradients: float = 0.0
     """Numbers of weights' gradients made so far; one that waits to be cast counts by its bytes."""
@@ -178,24 +190,26 @@ class Tape:
         """Run one operator forward and return its result; `backward` are fields of its Node.
 
         The result is new, or lies in `place`. An operator may be `free` (a view) or `dear` (recompute keeps it).
+        Where neither inputs nor weights want a gradient, neither does the result, and nothing is kept.
         """
-        node = self._add(
-            Node(
-                inputs=tuple(replace(value, storage=None) for value in inputs if value.node is not None),
-                saves=bool(saved) or saves_result,
-                moves=not (free or dear),
-                **backward,  # type: ignore[arg-type]
-            )
+        node = Node(
+            inputs=tuple(replace(value, storage=None) for value in inputs if value.node is not None),
+            moves=not (free or dear),
+            **backward,  # type: ignore[arg-type]
         )
-        node.saved = tuple(item for item in saved if item is not None)
+        wanted = node.is_wanted
+        if wanted:
+            self._add(node)
+            node.saves = bool(saved) or saves_result
+            node.saved = tuple(item for item in saved if item is not None)
         self._stop_if(node.saves and not saves_result)
         storage = place or self.store(elements * width, dear=dear)
-        if saves_result:
+        if saves_result and node.saved is not None and wanted:
             node.saved += (storage,)
-        self._stop_if(saves_result)
+        self._stop_if(wanted and saves_result)
         if node.saves and self.recompute != "none" and not self.repeats:
             node.saved = None
-        result = Value(elements=elements, width=width, storage=storage, node=node)
+        result = Value(elements=elements, width=width, storage=storage, node=node if wanted else None)
         if not self.repeats and not free:
             self._count(0, 1, (result.size, *(value.size for value in inputs)) if node.moves else ())
             self._count_casts(0, node)
@@ -206,7 +220,7 @@ class Tape:
         nodes, self.nodes = self.nodes, []
         gradients: Gradients = {(id(output.node), output.slot): Storage(self, output.size)}
         for node in reversed(nodes):
-            if not (node.inputs or node.numel):
+            if not node.is_wanted:
                 continue  # the part's input, whose gradient stays
             incoming = [gradients.pop(key) for key in list(gradients) if key[0] == id(node)]
             if not incoming:
@@ -214,8 +228,8 @@ class Tape:
             if node.saved is None:
                 self._make_again(nodes, repeat)
             made = self._run(node, incoming)
-            for value, gradient in zip(node.inputs, made, strict=True):
-                self._accumulate(gradients, (id(value.node), value.slot), gradient)
+            for value in node.inputs:
+                self._accumulate(gradients, (id(value.node), value.slot), made.pop(0))
 
     def _add(self, node: Node) -> Node:
         self.nodes.append(node)
@@ -233,8 +247,8 @@ class Tape:
             repeat()
         self.saves_left = None
         self.kept.clear()
-        inner = [node for node in nodes if node.inputs or node.numel]
-        for node, again in zip(inner, self.nodes, strict=False):
+        inner, made = ([node for node in each if node.is_wanted] for each in (nodes, self.nodes))
+        for node, again in zip(inner, made, strict=False):
             node.saved = again.saved
         self.nodes = []
 
@@ -245,7 +259,8 @@ class Tape:
         self.gradients += node.numel * share
         first = incoming[0]
         made = [
-            first if index in node.passes_on else Storage(self, value.size) for index, value in enumerate(node.inputs)
+            first if index in node.passes_on else Storage(self, value.size, is_viewed=node.flattens)
+            for index, value in enumerate(node.inputs)
         ]
         self.note()
         read_and_made = [item.size for item in (*incoming, *(node.saved or ()), *made)]
@@ -262,12 +277,12 @@ class Tape:
         return made
 
     def _accumulate(self, gradients: Gradients, key: tuple[int, int], gradient: Storage) -> None:
-        """Add to what came before: in place, unless somebody else still reads that."""
+        """Add to what came before: in place, unless that is a view or somebody else still reads it."""
         before = gradients.get(key)
         if before is not None:
             self._count(1, 1, (before.size, before.size, gradient.size))
             shared = sum(other is before for other in gradients.values()) > 1
-            gradient = Storage(self, before.size) if shared else before
+            gradient = Storage(self, before.size) if shared or before.is_viewed else before
         gradients[key] = gradient
 
     def _count(self, phase: int, kernels: int, moved: Iterable[Amount]) -> None:
@@ -277,7 +292,11 @@ class Tape:
     def _count_casts(self, phase: int, node: Node) -> None:
         """Weights are read in fp32 and written in the compute dtype, their gradients the other way round."""
         if node.casts_weights:
-            self._count(phase, 1, [Amount(fixed=node.numel * (WIDE + self.width))])
+            self.count_cast(phase, node.numel)
+
+    def count_cast(self, phase: int, numel: int) -> None:
+        """Count a cast of so many weights, forward (0) or of their gradients (1)."""
+        self._count(phase, 1, [Amount(fixed=numel * (WIDE + self.width))])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,6 +305,8 @@ class Describer:
 
     compute: DType
     gathered: bool
+    lora: int = 0
+    """Rank of adapters on every matrix of the blocks, all else frozen; 0 trains all weights."""
 
     def __call__(
         self,
@@ -305,19 +326,26 @@ class Describer:
         policies: tuple[Recompute, ...] = ("selective", "full", "none")
         footprints: dict[Recompute, Footprint] = {}
         for policy in policies if kind == "block" else policies[-1:]:
-            tape = Tape(self.compute, self.gathered, recompute=policy)
+            tape = self._tape(self.lora if kind == "block" else 0, policy)
             footprints[policy], output = _run(tape, forward, given)
         return Part(
             name=name,
             kind=kind,
             count=count,
-            weights=tuple(weights),
+            weights=adapted(weights, self.lora, adapts=kind == "block") if self.lora else tuple(weights),
             work=tape.work,
             footprints={policy: footprints.get(policy, footprints["none"]) for policy in policies},
             output=output,
             tp_exchanged=sum(exchanged, NOTHING),
             num_exchanges=len(exchanged),
         )
+
+    def footprint(self, forward: Callable[[Tape, Value], Value], given: Callable[[Tape], Value]) -> Footprint:
+        """Return what operators outside the blocks hold."""
+        return _run(self._tape(0, "none"), forward, given)[0]
+
+    def _tape(self, rank: int, policy: Recompute) -> Tape:
+        return Tape(self.compute, self.gathered, frozen=self.lora > 0, rank=rank, recompute=policy)
 
 
 def _run(

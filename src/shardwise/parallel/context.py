@@ -1,0 +1,171 @@
+"""Context parallelism: sequences cut over ranks by tokens, attention over whole ones by all-to-all over heads.
+
+Each rank runs the model on its slice of the tokens. Only attention looks at other tokens: around each call of
+scaled_dot_product_attention one all-to-all gives every rank all tokens of some heads, and another gives the tokens back
+(DeepSpeed-Ulysses, Jacobs et al. 2023). Parameters are whole or sharded over these ranks like over any others.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from shardwise.errors import JobError, PlanError
+from shardwise.parallel.blocks import find_blocks
+from shardwise.parallel.collectives import exchanged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HEADS, TOKENS = 1, 2
+"""Dimensions of [rows, heads, tokens, head_width], as attention takes it."""
+
+_ATTENTIONS = frozenset({functional.scaled_dot_product_attention, functional.multi_head_attention_forward})
+
+
+def context_parallel(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    """Have `module` run on this rank's slice of [rows, tokens]; then forward and backward communicate over `group`.
+
+    Its forward is given the `position_ids` of the slice; its repeated blocks attend over whole sequences.
+    """
+    for name, block in (find_blocks(module) or {"": module}).items():
+        block.forward = _attending(block.forward, name or type(module).__name__, group)
+    module.forward = _placed(module, group)
+    return module
+
+
+class _NoOther(TorchFunctionMode):
+    """Refuses attention outside of the blocks, where it would see this rank's tokens alone."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _ATTENTIONS:
+            raise JobError(
+                f"cp cuts sequences, and {self._name} attends outside of its repeated blocks or by {function.__name__}",
+                fix="attend in the blocks alone, by torch's scaled_dot_product_attention, or use cp 1",
+            )
+        return function(*args, **(kwargs or {}))
+
+
+def _placed(module: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
+    """Tell the module's own forward which positions its tokens have, unless the batch says so."""
+    inner, index, size = module.forward, dist.get_rank(group), dist.get_world_size(group)
+    most = getattr(getattr(module, "config", None), "context", None)
+    no_other = _NoOther(type(module).__name__)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("position_ids") is None:
+            shaped = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim > 1)
+            tokens = next(shaped)
+            length = tokens.shape[1]
+            if most is not None and length * size > most:
+                raise JobError(
+                    f"sequences have {length * size} tokens, the decoder's context is {most}",
+                    fix=f"use context={length * size} or shorter sequences",
+                )
+            kwargs["position_ids"] = torch.arange(index * length, (index + 1) * length, device=tokens.device)[None]
+        with no_other:
+            return inner(*args, **kwargs)
+
+    return forward
+
+
+def _attending(inner: Callable[..., Any], name: str, group: dist.ProcessGroup) -> Callable[..., Any]:
+    """Run a block with its attention over whole sequences; refuses one whose attention is not found."""
+    attention = _Attention(group)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        attention.found = False
+        with attention:
+            output = inner(*args, **kwargs)
+        if not attention.found:
+            raise JobError(
+                f"cp cuts sequences at torch's scaled_dot_product_attention, and {name} did not call it",
+                fix='attend by it (transformers: attn_implementation="sdpa"), or use cp 1',
+            )
+        return output
+
+    return forward
+
+
+class _Attention(TorchFunctionMode):
+    """Finds calls of attention wherever a block makes them, in forward and when it is recomputed."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.found = False
+        self._attend = partial(attend_whole, group)
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not functional.scaled_dot_product_attention:
+            return function(*args, **(kwargs or {}))
+        self.found = True
+        return self._attend(*args, **(kwargs or {}))
+
+
+def attend_whole(  # noqa: PLR0917 - torch's signature
+    group: dist.ProcessGroup,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attend over whole sequences by slices [rows, heads, tokens, width]; communicates over `group`, also backward.
+
+    Key and value heads that ranks do not divide are repeated until they do: grouped query heads find theirs again.
+    """
+    size = dist.get_world_size(group)
+    if attn_mask is not None:
+        raise JobError(
+            "cp attends without a mask, and the model gives attention one", fix="leave attention_mask out, or use cp 1"
+        )
+    heads = query.shape[HEADS]
+    if heads % size:
+        valid = [str(degree) for degree in range(1, heads + 1) if heads % degree == 0]
+        raise PlanError(f"cp={size} does not divide {heads} attention heads", fix=f"use cp {' or '.join(valid)}")
+    repeats = math.lcm(key.shape[HEADS], size) // key.shape[HEADS]
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, HEADS), value.repeat_interleave(repeats, HEADS)
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # attention itself would cast, after twice as many bytes had travelled
+        query, key, value = (each.to(torch.get_autocast_dtype(device)) for each in (query, key, value))
+    query, key, value = _Exchange.apply(group, HEADS, TOKENS, query, key, value)  # type: ignore[no-untyped-call]
+    mixed = torch.ops.aten.scaled_dot_product_attention(  # not by the name that is refused outside of blocks
+        query,
+        key,
+        value,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa and query.shape[HEADS] != key.shape[HEADS],
+    )
+    (back,) = _Exchange.apply(group, TOKENS, HEADS, mixed)  # type: ignore[no-untyped-call]
+    return back  # type: ignore[no-any-return]
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all that cuts one dimension and joins another; backward is the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, cut: int, join: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.cut, ctx.join = group, cut, join
+        return tuple(exchanged(tensors, cut, join, group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *exchanged(grads, ctx.join, ctx.cut, ctx.group)

@@ -1,0 +1,235 @@
+"""Fused loss: the output head hands out its input, and cross entropy makes logits of it chunk by chunk."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import JobError
+from shardwise.parallel.adapters import has_adapter
+from shardwise.parallel.linear_cross_entropy import Slice, linear_cross_entropy
+from shardwise.parallel.stages import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+_OFF = "--set fused_loss=false"
+
+
+@dataclass(frozen=True, eq=False)
+class DeferredLogits:
+    """What stands for logits [..., words] that are never whole: the head, and the hidden states it would read.
+
+    Understands what a loss does before cross entropy (rows and tokens are indexed or flattened, the dtype is widened)
+    and torch's cross entropy itself; whatever else touches it is refused.
+    """
+
+    hidden: Tensor
+    head: nn.Module
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the logits."""
+        words: int = self.head.weight.shape[0]  # type: ignore[index, assignment]
+        return torch.Size((*self.hidden.shape[:-1], words))
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of the logits."""
+        return self.hidden.ndim
+
+    @property
+    def device(self) -> torch.device:
+        """Where the logits would be."""
+        return self.hidden.device
+
+    def size(self, dim: int | None = None) -> int | torch.Size:
+        """Return one dimension of the logits, or all."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def float(self) -> DeferredLogits:
+        """Return the same: cross entropy is computed in fp32 or wider anyway."""
+        return self
+
+    def contiguous(self) -> DeferredLogits:
+        """Return the same: there is nothing to lay out."""
+        return self
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> DeferredLogits:
+        """Join the dimensions from `start_dim` to `end_dim`, of which the last may not be one."""
+        if end_dim in {-1, self.ndim - 1}:
+            raise _touched("flatten")
+        return replace(self, hidden=self.hidden.flatten(start_dim, end_dim))
+
+    def view(self, *shape: int) -> DeferredLogits:
+        """Return the logits as [-1, words], the one other shape that losses ask for."""
+        if shape != (-1, self.shape[-1]):
+            raise _touched("view")
+        return self.flatten(0, -2)
+
+    reshape = view
+
+    def __getitem__(self, index: Any) -> DeferredLogits:
+        places = index if isinstance(index, tuple) else (index,)
+        if len(places) >= self.ndim or not all(isinstance(place, slice) for place in places):
+            raise _touched("an index")
+        return replace(self, hidden=self.hidden[index])
+
+    def made(self) -> Tensor:
+        """Return the logits themselves, whole."""
+        forward: Any = self.head.forward
+        logits: Tensor = forward.plain(self.hidden)
+        return logits
+
+    @classmethod
+    def __torch_function__(cls, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not nn.functional.cross_entropy or not isinstance(args[0], cls):
+            raise _touched(getattr(function, "__name__", str(function)))
+        return _cross_entropy(*args, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise _touched(name)
+
+    def _refuse(self, *_: Any) -> Any:
+        raise _touched("an operator")
+
+    __add__ = __sub__ = __mul__ = __truediv__ = __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __neg__ = _refuse
+    __matmul__ = __pow__ = __eq__ = __lt__ = __gt__ = __le__ = __ge__ = __len__ = _refuse
+    __hash__ = object.__hash__
+
+
+# DDP and FSDP2 look for tensors in what a model returns, to hook their gradients.
+pytree.register_pytree_node(
+    DeferredLogits,
+    lambda deferred: ([deferred.hidden], deferred.head),
+    lambda children, head: DeferredLogits(next(iter(children)), head),
+)
+
+
+def _touched(how: str) -> JobError:
+    return JobError(f"plan has fused_loss, and something else than cross entropy reads the logits ({how})", fix=_OFF)
+
+
+def _cross_entropy(  # noqa: PLR0917 - torch's signature
+    input: DeferredLogits,  # noqa: A002
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,  # noqa: FBT001
+    ignore_index: int = -100,
+    reduce: bool | None = None,  # noqa: FBT001
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Do what torch's function of this name does, for classes by number; communicates over the tp axis."""
+    plain = weight is None and size_average is None and reduce is None and label_smoothing == 0
+    if not plain or reduction not in {"sum", "mean"} or target.is_floating_point():
+        raise _touched("cross_entropy with class weights, smoothing or reduction='none'")
+    if input.ndim != 2 or target.shape != input.shape[:-1]:
+        raise JobError(
+            f"cross entropy gets logits {list(input.shape)} and targets {list(target.shape)}",
+            fix="flatten both to [tokens, words] and [tokens]",
+        )
+    held: Any = input.head.weight
+    bias: Any = input.head.bias
+    total = linear_cross_entropy(
+        input.hidden,
+        _local(held),
+        None if bias is None else _local(bias),
+        target,
+        ignore=ignore_index,
+        part=_part(held),
+    )
+    return total if reduction == "sum" else total / (target != ignore_index).sum()
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """Return this rank's words of a parameter, or all where it is whole."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local(grad_placements=parameter.placements)
+
+
+def _part(weight: Tensor) -> Slice | None:
+    if not isinstance(weight, DTensor) or weight.placements != (Shard(0),):
+        return None
+    mesh, words = weight.device_mesh, weight.shape[0]
+    first = min(words, mesh.get_local_rank() * -(-words // mesh.size()))  # as DTensor chunks: ceil first
+    return Slice(group=mesh.get_group(), first=first, words=words)
+
+
+class _Deferring:
+    """The forward of a head whose logits nobody makes: in training, and in evaluation where that is asked for."""
+
+    def __init__(self, head: nn.Module) -> None:
+        self.head = head
+        self.plain: Callable[[Tensor], Tensor] = head.forward
+        self.in_evaluation = False
+
+    def __call__(self, input: Tensor) -> Tensor | DeferredLogits:  # noqa: A002 - the name is torch's
+        if self.head.training or self.in_evaluation:
+            return DeferredLogits(input, self.head)
+        return self.plain(input)
+
+
+def fuse_head(module: nn.Module) -> None:
+    """Have the output head of `module` hand out DeferredLogits; a pipeline's stage without a head stays as it is."""
+    head = find_head(module.user_module if isinstance(module, Stage) else module)
+    if next(head.parameters(recurse=False), None) is None:
+        return  # it lives on another stage
+    if isinstance(head.weight, DTensor) and head.weight.placements not in {(Shard(0),), (Replicate(),)}:
+        raise JobError(
+            "plan has fused_loss, and a tensor rule cuts the head by its inputs",
+            fix=f'use the rule "column_gathered" for it, or {_OFF}',
+        )
+    head.forward = _Deferring(head)  # type: ignore[assignment]
+
+
+def find_head(module: nn.Module) -> nn.Linear:
+    """Return the linear that makes a model's logits: `head` of a decoder, a transformers model's output embeddings."""
+    getter = getattr(module, "get_output_embeddings", None)
+    head = getter() if callable(getter) else getattr(module, "head", None)
+    if type(head) is not nn.Linear:
+        found = "none" if head is None else f"a {type(head).__name__} there"
+        raise JobError(
+            "plan has fused_loss, which needs a model whose last linear is `head` or get_output_embeddings(), and"
+            f" {type(module).__name__} has {found}",
+            fix=f"name it `head`, or {_OFF}",
+        )
+    if has_adapter(head):
+        raise JobError("plan has fused_loss, and the head has an adapter, which it would leave out", fix=_OFF)
+    return head
+
+
+def deferring_heads(module: nn.Module) -> list[_Deferring]:
+    """Return the forwards of fused heads in a model; empty without fused_loss."""
+    forwards = (part.__dict__.get("forward") for part in module.modules())
+    return [forward for forward in forwards if isinstance(forward, _Deferring)]
+
+
+@contextmanager
+def deferred_in_evaluation(heads: Sequence[_Deferring]) -> Iterator[None]:
+    """Have heads defer their logits outside of training too."""
+    for head in heads:
+        head.in_evaluation = True
+    try:
+        yield
+    finally:
+        for head in heads:
+            head.in_evaluation = False
+
+
+def with_logits(output: Any) -> Any:
+    """Return a model's output with the logits made that were deferred."""
+    return pytree.tree_map(
+        lambda leaf: leaf.made() if isinstance(leaf, DeferredLogits) else leaf,
+        output,
+        is_leaf=lambda leaf: isinstance(leaf, DeferredLogits),
+    )

@@ -1,0 +1,194 @@
+"""Cross entropy straight from hidden states: logits exist for a chunk of tokens at a time, forward and backward.
+
+Both gradients are made in the forward pass, while a chunk's logits are there: softmax less one at the target, times
+the weight for the hidden states, times the hidden states for the weight. Backward only multiplies them by the gradient
+of the sum, which carries the mean's denominator and any loss scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardwise.plan.model.fused import chunk_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """This rank's part of a vocabulary that is cut over `group`."""
+
+    group: dist.ProcessGroup
+    first: int
+    """The first word of the part."""
+    words: int
+    """Words of the whole vocabulary."""
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    ignore: int,
+    part: Slice | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """Return the sum of cross entropies of `hidden @ weight.T + bias`; communicates over the group of `part`, if any.
+
+    `hidden` [..., width], `weight` [vocabulary, width], `targets` [...] of which those equal to `ignore` count for
+    nothing; `chunk` is the number of tokens at a time. With `part`, weight and bias are this rank's words, everything
+    else is equal on all ranks of its group and so is the result. Products run in autocast's dtype, the rest in fp32 or
+    wider. Gradients can be asked for once.
+    """
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    chunk = chunk or chunk_rows(len(rows), weight.shape[0])
+    options = _Options(dtype=dtype, ignore=ignore, chunk=chunk, part=part)
+    total: Tensor = _LinearCrossEntropy.apply(rows, weight, bias, targets.reshape(-1), options)  # type: ignore[no-untyped-call]
+    return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    dtype: torch.dtype
+    """Of the products."""
+    ignore: int
+    chunk: int
+    part: Slice | None
+
+    @property
+    def wide(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
+
+
+class _Gradients:
+    """Gradients of the sum, filled chunk by chunk; None where nobody asks."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...]) -> None:
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self.hidden = torch.empty_like(hidden) if needs[0] else None
+        self.weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+        self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
+
+    @property
+    def all(self) -> tuple[Tensor | None, ...]:
+        return self.hidden, self.weight, self.bias
+
+    def add(self, here: slice, gradient: Tensor, x: Tensor, weight: Tensor, kept: Tensor) -> None:
+        """Take in the gradient of one chunk's logits; rows that are not `kept` count for nothing."""
+        if self.hidden is not None:
+            self.hidden[here] = torch.mm(gradient, weight).mul_(kept)
+        if self.weight is not None:
+            # Rows are left out by the narrow factor: a pass over the logits would cost fifty times as much.
+            self.weight += torch.mm(gradient.t(), x * kept)
+        if self.bias is not None:
+            self.bias += torch.mm(kept.t(), gradient)[0]
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd functions take no keywords
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options
+    ) -> Tensor:
+        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
+        losses = hidden.new_empty(len(hidden), dtype=options.wide)
+        with torch.autocast(hidden.device.type, enabled=False):
+            own = weight.to(options.dtype)
+            for here in _chunks(len(hidden), options.chunk):
+                x = hidden[here].to(options.dtype)
+                kept = targets[here] != options.ignore
+                losses[here], gradient = _losses(
+                    _logits(x, own, bias, options.wide),
+                    targets[here],
+                    kept,
+                    options,
+                    trains=any(ctx.needs_input_grad[:3]),
+                )
+                if gradient is not None:
+                    gradients.add(here, gradient, x, own, kept[:, None].to(options.dtype))
+                del gradient  # before the next chunk's logits are made
+        if gradients.hidden is not None and options.part is not None:
+            dist.all_reduce(gradients.hidden, group=options.part.group)
+        ctx.save_for_backward(*gradients.all)
+        ctx.dtypes = [None if each is None else each.dtype for each in (hidden, weight, bias)]
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        found = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return (*(None if each is None else _scaled(each, grad, dtype) for each, dtype in found), None, None)
+
+
+def _chunks(rows: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(rows, start + size)) for start in range(0, rows, size))
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, wide: torch.dtype) -> Tensor:
+    """Return the logits of one chunk; a GPU writes its wide accumulators as they are, for nothing more."""
+    if x.is_cuda and x.dtype != wide:
+        logits = torch.mm(x, weight.t(), out_dtype=wide)
+    else:
+        logits = torch.mm(x, weight.t()).to(wide)
+    return logits if bias is None else logits.add_(bias)
+
+
+def _losses(
+    logits: Tensor, target: Tensor, kept: Tensor, options: _Options, *, trains: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the losses [rows] of one chunk and the gradient of their sum; communicates over a cut vocabulary's group.
+
+    Rows that are not `kept` have loss 0 and any gradient.
+    """
+    log_p, place, is_mine = _log_probabilities(logits, target, kept, options)
+    del logits  # nobody else holds them
+    at_target = log_p.gather(1, place)
+    losses = _summed(torch.where(is_mine, at_target, 0), options.part).squeeze(1).neg()
+    if not trains:
+        return losses, None
+    gradient = torch.exp(log_p, out=torch.empty_like(log_p, dtype=options.dtype))
+    gradient.scatter_(1, place, (at_target.exp() - is_mine.to(at_target.dtype)).to(options.dtype))
+    return losses, gradient
+
+
+def _log_probabilities(
+    logits: Tensor, target: Tensor, kept: Tensor, options: _Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probabilities, the column of each target, and whether that is the target's own; both [rows, 1].
+
+    Communicates over the group of a cut vocabulary: targets of other ranks, and ignored ones, point at a column that
+    is not theirs.
+    """
+    if options.part is None:
+        return torch.log_softmax(logits, dim=1), torch.where(kept, target, 0)[:, None], kept[:, None]
+    part, place = options.part, target - options.part.first
+    inside = (place >= 0) & (place < logits.shape[1])
+    elsewhere = (target >= 0) & (target < part.words) & ~inside  # a target outside the vocabulary still raises
+    largest = logits.amax(dim=1, keepdim=True)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=part.group)
+    logits -= largest
+    logits -= _summed(logits.exp().sum(dim=1, keepdim=True), part).log_()
+    return logits, torch.where(elsewhere | ~kept, 0, place)[:, None], (kept & inside)[:, None]
+
+
+def _summed(values: Tensor, part: Slice | None) -> Tensor:
+    if part is not None:
+        dist.all_reduce(values, group=part.group)
+    return values
+
+
+def _scaled(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply in fp32 or wider: `by` in 8 bits of mantissa would bend every gradient of the step the same way."""
+    if gradient.dtype in {torch.float32, torch.float64}:
+        return gradient.mul_(by).to(dtype)
+    return (gradient.float() * by).to(dtype)

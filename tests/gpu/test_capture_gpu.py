@@ -1,0 +1,136 @@
+"""The whole optimizer step as one CUDA graph: the same numbers, in far less time of the host."""
+
+import dataclasses
+import statistics
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import shardwise as sw
+from shardwise.plan import Plan, Precision
+from shardwise.step.captured import CapturedStep, waits_of_host
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class Mlp(nn.Sequential):
+    """Many small layers: the host is what takes time."""
+
+    def __init__(self, dropout=0.0, wait=False):
+        layers = [nn.Linear(32, 64)]
+        for _ in range(12):
+            layers += [nn.LayerNorm(64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, 64)]
+        super().__init__(*layers, nn.Linear(64, 10))
+        self.wait = wait
+
+    def forward(self, x):
+        if self.wait and float(x.sum()) > 1e9:
+            return super().forward(x * 0)
+        return super().forward(x)
+
+
+def rows(split):
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(90, 32, generator=generator), torch.arange(90) % 10) if split == "train" else None
+
+
+def job(**changes):
+    fields = {
+        "model": Mlp,
+        "data": rows,
+        "loss": sw.losses.cross_entropy,
+        "optimizer": sw.adamw(lr=1e-3),
+        "schedule": sw.schedules.Cosine(),
+        "batch_size": 16,
+        "epochs": 6,
+    }
+    return sw.Job(**{**fields, **changes})
+
+
+def train(job, plan):
+    said = []
+    with sw.world() as world:
+        step = sw.build_step(job, plan, world, note=said.append)
+        reports = [step(batch) for batch in step.feed]
+        values = [value.clone() for _, value in step.named_parameters()]
+        return [(float(r.loss_share), r.lr, float(r.grad_norm)) for r in reports], values, said, step
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.1}, {"optimizer": sw.sgd(lr=0.1, momentum=0.9)}])
+def test_losses_rates_norms_and_weights_are_those_of_the_plain_step(compute, changes):
+    plain = Plan(micro_batch=8, accumulation=2, precision=Precision(compute=compute))
+    exact, values, _, _ = train(job(**changes), plain)
+    found, captured, said, step = train(job(**changes), dataclasses.replace(plain, capture="step"))
+    assert said == ["capture = step: the optimizer step runs as one CUDA graph"]
+    assert isinstance(step, CapturedStep)
+    assert len(exact) == 36  # with a short step in every epoch, which runs uncaptured
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(exact), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(captured, values, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_draws_new_masks_in_every_replay():
+    # A mask that was drawn once and replayed would give equal losses on equal batches at learning rate 0.
+    same = job(model=lambda: Mlp(dropout=0.5), optimizer=sw.adamw(lr=0.0), data=one_row, batch_size=8, epochs=10)
+    found, _, said, _ = train(same, Plan(micro_batch=8, capture="step"))
+    assert said[-1].endswith("runs as one CUDA graph")
+    assert len({loss for loss, _, _ in found[-6:]}) == 6
+
+
+def one_row(split):
+    return TensorDataset(torch.ones(8, 32), torch.zeros(8, dtype=torch.long)) if split == "train" else None
+
+
+def test_a_model_that_waits_for_the_device_is_told_where_and_trains_on():
+    waiting = job(model=lambda: Mlp(dropout=0.1, wait=True))
+    exact, _, _, _ = train(waiting, Plan(micro_batch=16))
+    found, _, said, _ = train(waiting, Plan(micro_batch=16, capture="step"))
+    assert len(said) == 1
+    assert "not captured, the host waits for the device at" in said[0]
+    assert "test_capture_gpu.py" in said[0]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(exact), rtol=1e-5, atol=1e-6)
+
+
+def test_compiled_blocks_are_captured_too():
+    tokens = torch.randint(0, 256, (32, 33), generator=torch.Generator().manual_seed(0))
+    text = job(
+        model=lambda: sw.models.decoder("llama-tiny"),
+        data=lambda split: TensorDataset(tokens[:, :-1], tokens[:, 1:]) if split == "train" else None,
+        loss=sw.losses.token_cross_entropy,
+        batch_size=8,
+    )
+    plain = Plan(micro_batch=8, precision=Precision(compute="bf16"))
+    exact, _, _, _ = train(text, plain)
+    found, _, said, _ = train(text, dataclasses.replace(plain, capture="step", compile="blocks"))
+    assert said[-1].endswith("runs as one CUDA graph")
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(exact), rtol=2e-2, atol=2e-2)
+
+
+def test_a_replay_takes_a_fraction_of_the_plain_step():
+    def median_s(plan):
+        times = []
+        with sw.world() as world:
+            step = sw.build_step(job(epochs=40), plan, world)
+            batch = next(iter(step.feed))
+            for _ in range(60):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                step(batch)
+                torch.cuda.synchronize()
+                times.append(time.perf_counter() - began)
+        return statistics.median(times[20:])
+
+    assert median_s(Plan(micro_batch=16, capture="step")) < median_s(Plan(micro_batch=16)) / 3
+
+
+def test_waits_of_the_host_are_found():
+    with waits_of_host() as waits:
+        float(torch.ones(1, device="cuda"))
+    assert len(waits) == 1
+    assert "test_capture_gpu.py" in waits[0]

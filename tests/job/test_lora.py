@@ -1,0 +1,111 @@
+"""Adapters as they are asked for: values, targets, and what peft's config says."""
+
+import json
+
+import pytest
+
+import shardwise as sw
+from shardwise.errors import JobError
+from shardwise.job.lora import Lora
+from shardwise.job.overrides import override_job
+from shardwise.job.peft_config import CONFIG, config_json, read_config
+
+NAMES = ["layers.0.attn.q_proj", "layers.0.attn.k_proj", "layers.1.attn.q_proj", "lm_head"]
+FACTS = {"rank": 4, "alpha": 8, "dropout": 0.0, "transposed": []}
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"rank": 0}, "rank is 0"),
+        ({"rank": 2.0}, "rank is 2.0"),
+        ({"alpha": 0}, "alpha is 0"),
+        ({"dropout": 1.0}, "dropout is 1.0"),
+        ({"targets": ()}, "targets is"),
+        ({"targets": ("q", 3)}, "targets is"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(fields, word):
+    with pytest.raises(JobError, match=word):
+        Lora(**{"targets": ("q_proj",), **fields})
+
+
+@pytest.mark.parametrize(
+    ("target", "chosen"),
+    [
+        ("q_proj", [0, 2]),
+        ("attn.q_proj", [0, 2]),
+        ("layers.*.attn.k_proj", [1]),
+        ("0.attn.*", [0, 1]),
+        ("lm_head", [3]),
+    ],
+)
+def test_a_target_is_the_end_of_a_name(target, chosen):
+    assert Lora(targets=(target,)).choose(NAMES) == [NAMES[index] for index in chosen]
+
+
+def test_a_part_of_a_part_is_no_target():
+    with pytest.raises(JobError, match="'proj' matches no linear module"):
+        Lora(targets=("proj",)).choose(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("target", "near"), [("q_prj", "'q_proj'"), ("layers.*.attn.qproj", r"'layers\.\*\.attn\.q_proj'")]
+)
+def test_a_target_that_matches_nothing_is_told_the_nearest(target, near):
+    with pytest.raises(JobError, match=f"matches no linear module: did you mean {near}"):
+        Lora(targets=("lm_head", target)).choose(NAMES)
+
+
+def test_fields_are_set_from_the_command_line():
+    job = sw.Job(
+        model=lambda: None,
+        data=lambda split: None,
+        loss=sw.losses.cross_entropy,
+        optimizer=sw.sgd(lr=1.0),
+        batch_size=1,
+        steps=1,
+        lora=Lora(targets="q_proj"),
+    )
+    changed = override_job(job, {"lora.rank": "8", "lora.targets": '["q_proj", "v_proj"]'})
+    assert (changed.lora.rank, changed.lora.targets, changed.lora.scale) == (8, ("q_proj", "v_proj"), 4)
+    assert override_job(job, {"lora": "none"}).lora is None
+
+
+def test_targets_are_named_by_their_ends_where_no_other_module_ends_so():
+    weights = [f"{name}.weight" for name in NAMES]
+    short = json.loads(config_json(FACTS, [NAMES[0], NAMES[2]], weights))
+    assert short["target_modules"] == ["q_proj"]
+    whole = json.loads(config_json(FACTS, [NAMES[0]], weights))
+    assert whole["target_modules"] == [NAMES[0]]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
+        ({"use_qalora": True}, "use_qalora"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
+        ({"arrow_config": {"top_k": 3}}, "arrow_config"),
+        ({"kasa_config": {"beta": 1e-4}}, "kasa_config"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4'.*not the base's"),
+        ({"init_lora_weights": "olora"}, "not the base's"),
+        ({"bias": "all"}, "biases"),
+        ({"r": None}, "no adapters of LoRA"),
+    ],
+)
+def test_adapters_of_another_kind_are_refused(tmp_path, change, word):
+    config = json.loads(config_json(FACTS, ["a"], ["a.weight"]))
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    assert read_config(tmp_path)["alpha"] == 8
+    (tmp_path / CONFIG).write_text(json.dumps(config | change))
+    with pytest.raises(JobError, match=word):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal", "eva"])
+def test_adapters_that_started_beside_unchanged_weights_are_read(tmp_path, init):
+    config = json.loads(config_json(FACTS, ["a"], ["a.weight"]))
+    (tmp_path / CONFIG).write_text(json.dumps(config | {"init_lora_weights": init}))
+    assert read_config(tmp_path)["rank"] == FACTS["rank"]

@@ -1,0 +1,48 @@
+"""Compiled graphs outlive a run: the second one finds them, without anything of the first in /tmp."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from shardwise.launch.compile_cache import FOLDER, compile_cache
+
+JOB = "examples/05-advanced/hybrid_parallelism.py"
+
+
+def test_graphs_are_kept_with_the_users_other_caches(tmp_path):
+    assert compile_cache({"HOME": str(tmp_path)}) == {FOLDER: f"{tmp_path}/.cache/shardwise/compiled"}
+
+
+def test_a_folder_that_the_user_named_stays(tmp_path):
+    assert compile_cache({"HOME": str(tmp_path), FOLDER: "/mine"}) == {}
+
+
+def test_where_no_folder_can_be_torchs_default_stays(tmp_path):
+    (tmp_path / "home").touch()
+    assert compile_cache({"HOME": str(tmp_path / "home")}) == {}
+
+
+def test_looking_makes_no_folder(tmp_path):
+    compile_cache({"HOME": str(tmp_path)})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.prove
+def test_the_second_run_finds_every_graph_of_the_first(tmp_path, capsys):
+    environ = {name: value for name, value in os.environ.items() if name != FOLDER}
+    environ["XDG_CACHE_HOME"] = str(tmp_path / "cache")
+    seconds, files = [], []
+    for run in (tmp_path / "cold", tmp_path / "warm"):
+        command = ["train", JOB, "--nproc", "2", "--plan", "zero3", "--set", "compile=blocks", "--set", "steps=2"]
+        command = [sys.executable, "-m", "shardwise", *command, "--run-dir", str(run)]
+        subprocess.run(command, check=True, env=environ, capture_output=True)
+        phases = {each["name"]: each["seconds"] for each in json.loads((run / "timeline.json").read_text())}
+        seconds.append(phases["first step"])
+        files.append({file for file in (tmp_path / "cache").rglob("*") if file.is_file()})
+    with capsys.disabled():
+        print(f"\nfirst step: cold {seconds[0]:.1f} s, warm {seconds[1]:.1f} s, {seconds[0] / seconds[1]:.1f} times")
+    assert files[0] == files[1] != set()
+    assert seconds[1] < seconds[0]

@@ -1,0 +1,119 @@
+"""Training on slices of sequences: evaluation, random masks, and what is saved."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.errors import InputError, JobError, PlanError
+from shardwise.layout import Layout
+from shardwise.testing import run_ranks
+from shardwise.train.build import build_step, report_missing
+from shardwise.train.evaluate import evaluate
+from shardwise.train.preflight import check_model
+from train.sentences import Sentences, sentences_job
+
+RIGHT = sw.Metric(
+    sum=lambda output, batch: (output.argmax(-1) == batch[-1]).sum(), count=sw.losses.token_cross_entropy.count
+)
+
+
+def evaluated(world):
+    job = sentences_job("llama-tiny", metrics={"right": RIGHT}, steps=1)
+    plan = sw.Plan.preset("cp", world.size, batch_size=8)
+    step = build_step(job, plan, world)
+    return evaluate(job, plan, world, step=step, dataset=Sentences())
+
+
+def test_evaluation_on_slices_is_evaluation_of_whole_sequences():
+    (whole,) = run_ranks(evaluated, 1)
+    for found in run_ranks(evaluated, 2):
+        assert found == pytest.approx(whole, rel=1e-6)
+
+
+def test_slices_draw_masks_of_their_own_and_tensor_peers_the_same():
+    def body(world):
+        layout = Layout(cp=2, tp=2)
+        build_step(sentences_job(), sw.Plan.preset(str(layout), world.size, batch_size=8), world)
+        return torch.rand(()).item()
+
+    first, second, third, fourth = run_ranks(body, 4)
+    assert first == second != third == fourth
+
+
+class Uneven(torch.nn.Module):
+    """A decoder with a weight that only the first slice uses, as an expert that gets no token of the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = sw.models.decoder("llama-tiny", vocab_size=50, context=16)
+        self.gain = torch.nn.Linear(1, 1, bias=False)
+
+    def forward(self, tokens, position_ids=None):
+        logits = self.inner(tokens, position_ids=position_ids)
+        return logits if position_ids[0, 0] else logits * self.gain.weight
+
+
+def test_a_weight_that_some_slices_do_not_use_is_named_on_every_rank():
+    def body(world):
+        step = build_step(sentences_job(model=Uneven, steps=1), sw.Plan.preset("cp", world.size, batch_size=8), world)
+        with pytest.raises(JobError, match=r"got no gradient in the first step \(rank 1: gain\.weight"):
+            step(next(iter(step.feed)))
+        return True
+
+    assert run_ranks(body, 2) == [True, True]
+
+
+def test_gradients_that_only_some_slices_have_are_refused_where_parameters_are_cut():
+    plan = dataclasses.replace(sw.Plan.preset("cp", 2, batch_size=8), zero=3)
+    with pytest.raises(JobError, match=r"rank 1: gain\.weight"):
+        report_missing({1: ["gain.weight"]}, plan, lambda _: None)
+
+
+def test_parameters_are_cut_over_slices_too_where_the_plan_shards():
+    def body(world):
+        step = build_step(sentences_job(), sw.Plan.preset("shard2.cp2", world.size, batch_size=8), world)
+        held = sum(parameter.to_local().numel() for _, parameter in step.named_parameters())
+        return held / step.num_parameters
+
+    assert all(share < 0.27 for share in run_ranks(body, 4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "nproc", "words"),
+    [
+        ({}, "cp", 3, "cp=3 does not divide the 4 attention heads"),
+        ({"loss": sw.losses.cross_entropy}, "cp", 2, "counts samples, not tokens"),
+        ({}, "pp2.cp2", 4, "cuts sequences and stages"),
+    ],
+)
+def test_a_plan_that_cannot_cut_the_sequences_is_refused_before_any_process_starts(changes, name, nproc, words):
+    with pytest.raises(InputError, match=words):
+        check_model(sentences_job(**changes), sw.Plan.preset(name, nproc, batch_size=24))
+
+
+def test_a_compiled_whole_model_is_refused():
+    plan = dataclasses.replace(sw.Plan.preset("cp", 2, batch_size=24), compile="model")
+    with pytest.raises(InputError, match="of which one graph of the whole model knows nothing"):
+        check_model(sentences_job(), plan)
+
+
+def test_sequences_that_do_not_divide_are_refused():
+    def body(world):
+        job = sentences_job(model=lambda: sw.models.decoder("gpt2-tiny", num_heads=6, width=36, vocab_size=50))
+        step = build_step(job, sw.Plan.preset("cp", world.size, batch_size=8), world)
+        with pytest.raises(PlanError, match="sequences of 8 tokens do not give cp=3 equal slices"):
+            next(iter(step.feed))
+        return True
+
+    assert run_ranks(body, 3) == [True] * 3
+
+
+def test_a_loop_of_ones_own_cannot_cut_sequences():
+    def body(world):
+        with pytest.raises(PlanError, match="cuts sequences, which a loop of your own reads"):
+            sw.parallelize(sw.models.decoder("gpt2-tiny"), sw.Plan.preset("cp", world.size), world)
+        return True
+
+    assert run_ranks(body, 2) == [True, True]
