@@ -42,6 +42,7 @@ def held(output: str) -> str:
     return re.search(r"held by rank 0: (\S+) bytes", output)[1]
 
 
+@pytest.mark.prove
 def test_the_chapters_first_command_has_the_losses_of_plain_pytorch(tmp_path):
     line = CHAPTER.commands("deepspeed_train.py", "--check")[0]
     assert line.startswith(LAUNCHERS[0])

@@ -93,12 +93,6 @@ def test_a_plan_that_cannot_cut_the_sequences_is_refused_before_any_process_star
         check_model(sentences_job(**changes), sw.Plan.preset(name, nproc, batch_size=24))
 
 
-def test_a_compiled_whole_model_is_refused():
-    plan = dataclasses.replace(sw.Plan.preset("cp", 2, batch_size=24), compile="model")
-    with pytest.raises(InputError, match="of which one graph of the whole model knows nothing"):
-        check_model(sentences_job(), plan)
-
-
 def test_sequences_that_do_not_divide_are_refused():
     def body(world):
         job = sentences_job(model=lambda: sw.models.decoder("gpt2-tiny", num_heads=6, width=36, vocab_size=50))

@@ -53,6 +53,14 @@ def test_positions_that_every_slice_counts_from_zero_are_found_out(monkeypatch):
 
 
 @pytest.mark.prove
+def test_compiled_blocks_equal_one_process_with_a_cold_and_with_a_warm_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    plans = ["cp+compile=blocks", "cp+compile=model"]
+    assert verdicts("two_groups", plans, 2) == passed(plans)
+    assert verdicts("two_groups", plans, 2) == passed(plans)
+
+
+@pytest.mark.prove
 @pytest.mark.parametrize("job", ["one_group", "two_groups", "learned", "transformers_llama", "transformers_loss"])
 def test_every_combination_equals_one_process(job):
     plans = [plan for plan in PLANS if job != "one_group" or "tp" not in plan]  # tp does not divide one group

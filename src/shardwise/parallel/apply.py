@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.errors import JobError
 from shardwise.parallel.batch_norm import batch_norms, foreign_batch_norms, replace_batch_norms
 from shardwise.parallel.blocks import find_blocks
-from shardwise.parallel.context import context_parallel
+from shardwise.parallel.context import compile_afresh, context_parallel
 from shardwise.parallel.fused_loss import fuse_head
 from shardwise.parallel.gradsync import GradSync, NoSync, ReplicaSync, ShardSync, SummedSync
 from shardwise.parallel.recompute import recompute_block
@@ -84,9 +84,11 @@ def forget_caches(module: nn.Module) -> None:
             config.use_cache = False  # type: ignore[union-attr]
 
 
-def compile_parts(module: nn.Module, plan: Plan, _: Place, __: Blueprint) -> nn.Module:
+def compile_parts(module: nn.Module, plan: Plan, place: Place, _: Blueprint) -> nn.Module:
     """Compile each repeated block in place, or the whole module when asked or where nothing repeats."""
     if plan.compile != "none":
+        if place.context is not None:
+            compile_afresh()
         for part in (plan.compile == "blocks" and find_blocks(module).values()) or (module,):
             part.compile()
     return module

@@ -41,6 +41,17 @@ def context_parallel(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     return module
 
 
+def compile_afresh() -> None:
+    """Have this process compile its graphs without torch's cache of what autograd made of them.
+
+    A graph with the exchange in it comes back from there with garbage for sizes (torch 2.13). The cache of kernels,
+    which saves most of the time, stays.
+    """
+    from torch._functorch import config
+
+    config.enable_autograd_cache = False
+
+
 class _NoOther(TorchFunctionMode):
     """Refuses attention outside of the blocks, where it would see this rank's tokens alone."""
 

@@ -97,11 +97,6 @@ def _check_forms(plan: Plan) -> None:
             f"plan {plan.layout} cuts sequences and stages, whose slices would not know their positions",
             fix="use cp with shard, replicate or tp, or pp without cp",
         )
-    if plan.layout.cp > 1 and plan.compile == "model":
-        raise PlanError(
-            f"plan {plan.layout} exchanges heads inside blocks, of which one graph of the whole model knows nothing",
-            fix='use compile = "blocks"',
-        )
     if plan.capture == "step" and plan.layout.pp > 1:
         raise PlanError(
             f"plan captures the step, and the stages of {plan.layout} hand activations to each other in it",
