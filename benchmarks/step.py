@@ -124,7 +124,8 @@ def race_launch(world: sw.World, rounds: int) -> None:
     for name, loop in loops.items():
         if not name.startswith("shardwise"):
             goal = {"at_least": goals[name]} if name in goals else {}
-            figure(f"step.launch.captured.{name.replace(' ', '-')}", captured / speed(loop), f"x-{name}", **goal)
+            label = name.replace(" ", "-")
+            figure(f"step.launch.captured.{label}", captured / speed(loop), f"x-{label}", **goal)
 
 
 def race_eager(world: sw.World, config: DecoderConfig, rows: int, rounds: int) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.bench.timing import time_calls
+from shardwise.parallel.sharded import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from shardwise.plan.model.shape import ModelShape, Part
     from shardwise.plan.plan import DType
 
-_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WIDTHS = {"cuda": 8192, "cpu": 512}
 """Of the square product: wide enough that a device reaches its rate, small enough for a fraction of a second."""
 
@@ -27,7 +27,7 @@ def matmul_rate(device: torch.device, compute: DType) -> float:
     In fp32 as torch is set now, in full or in tf32. Called on every rank at once, ranks that share a device share it.
     """
     width = _WIDTHS[device.type] // (2 if compute == "fp64" else 1)  # many GPUs have few units for fp64
-    x, y = (torch.randn(width, width, device=device).to(_DTYPES[compute]) for _ in range(2))
+    x, y = (torch.randn(width, width, device=device).to(DTYPES[compute]) for _ in range(2))
     return 2.0 * width**3 / time_calls(lambda: x @ y, device, budget_s=0.1).median_s
 
 
