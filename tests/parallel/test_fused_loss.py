@@ -193,6 +193,15 @@ def test_logits_and_targets_that_do_not_match_are_refused(logits, targets):
         functional.cross_entropy(model(torch.ones(logits)), torch.zeros(targets, dtype=torch.long))
 
 
+def test_cross_entropy_may_be_called_by_keywords_alone():
+    head, hidden, targets = torch.nn.Linear(4, 7), torch.randn(5, 4), torch.arange(5)
+    deferred = DeferredLogits(hidden, head)
+    found = torch.nn.functional.cross_entropy(input=deferred, target=targets)
+    torch.testing.assert_close(found, torch.nn.functional.cross_entropy(head(hidden), targets))
+    with pytest.raises(JobError, match="cross_entropy as targets"):
+        torch.nn.functional.cross_entropy(head(hidden), deferred)
+
+
 def test_deferred_logits_tell_their_size_and_are_themselves():
     model = Capped(lambda deferred: deferred)
     fuse_head(model)

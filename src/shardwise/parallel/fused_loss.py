@@ -87,9 +87,22 @@ class DeferredLogits:
         logits: Tensor = forward.plain(self.hidden)
         return logits
 
+    def entropy_sum(self, target: Tensor, ignore: int) -> Tensor:
+        """Return the sum of cross entropies of [rows, words]; communicates over the tp axis."""
+        held: Any = self.head.weight
+        bias: Any = self.head.bias
+        return linear_cross_entropy(
+            self.hidden,
+            _local(held),
+            None if bias is None else _local(bias),
+            target,
+            ignore=ignore,
+            part=_part(held),
+        )
+
     @classmethod
     def __torch_function__(cls, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is not nn.functional.cross_entropy or not isinstance(args[0], cls):
+        if function is not nn.functional.cross_entropy:
             raise _touched(getattr(function, "__name__", str(function)))
         return _cross_entropy(*args, **(kwargs or {}))
 
@@ -130,6 +143,8 @@ def _cross_entropy(  # noqa: PLR0917 - torch's signature
 ) -> Tensor:
     """Do what torch's function of this name does, for classes by number; communicates over the tp axis."""
     plain = weight is None and size_average is None and reduce is None and label_smoothing == 0
+    if not isinstance(input, DeferredLogits):
+        raise _touched("cross_entropy as targets")
     if not plain or reduction not in {"sum", "mean"} or target.is_floating_point():
         raise _touched("cross_entropy with class weights, smoothing or reduction='none'")
     if input.ndim != 2 or target.shape != input.shape[:-1]:
@@ -137,16 +152,7 @@ def _cross_entropy(  # noqa: PLR0917 - torch's signature
             f"cross entropy gets logits {list(input.shape)} and targets {list(target.shape)}",
             fix="flatten both to [tokens, words] and [tokens]",
         )
-    held: Any = input.head.weight
-    bias: Any = input.head.bias
-    total = linear_cross_entropy(
-        input.hidden,
-        _local(held),
-        None if bias is None else _local(bias),
-        target,
-        ignore=ignore_index,
-        part=_part(held),
-    )
+    total = input.entropy_sum(target, ignore_index)
     return total if reduction == "sum" else total / (target != ignore_index).sum()
 
 
