@@ -12,7 +12,8 @@ from shardwise.errors import JobError
 from shardwise.parallel.adapters import adapted, add_adapters
 from shardwise.parallel.blocks import find_blocks
 from shardwise.parallel.blueprint import job_blueprint
-from shardwise.parallel.lora import adapt_blueprint, check_dtypes
+from shardwise.parallel.held_dtypes import check_dtypes
+from shardwise.parallel.lora import adapt_blueprint
 from shardwise.parallel.tensor_rules import cut_dimension, find_rules, styles_by_name
 from shardwise.parallel.weights import fill_parameters
 from shardwise.plan import Plan, Precision

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardwise.errors import JobError
 from shardwise.job.lora import UP, is_adapter
 from shardwise.job.peft_config import PREFIX, WEIGHTS, read_config
 from shardwise.parallel.adapters import add_adapters
 from shardwise.parallel.blueprint import Blueprint, find_units
-from shardwise.parallel.sharded import DTYPES
+from shardwise.parallel.held_dtypes import some_of
 from shardwise.parallel.skeleton import Write
 from shardwise.parallel.weight_files import open_weights
 from shardwise.parallel.weights import DrawnWeights
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from shardwise.job import Lora
     from shardwise.parallel.skeleton import Recipe
     from shardwise.parallel.weights import Weights
-    from shardwise.plan import Plan
 
 
 def adapt_blueprint(blueprint: Blueprint, lora: Lora, *, seed: int) -> Blueprint:
@@ -33,29 +32,6 @@ def adapt_blueprint(blueprint: Blueprint, lora: Lora, *, seed: int) -> Blueprint
     add_adapters(blueprint.module, lora)
     weights = AdapterWeights(blueprint.weights, _adapter_values(blueprint.module, lora, seed))
     return dataclasses.replace(blueprint, weights=weights, units=find_units(blueprint.module))
-
-
-def check_dtypes(module: nn.Module, plan: Plan, *, adapted: bool) -> None:
-    """Refuse weights that no wrapper takes together, by name, before any is wrapped.
-
-    What is trained must be in the dtype that the plan holds parameters in, wherever that is relied on: beside adapters
-    and in FSDP2. Weights frozen beside adapters may also be in the dtype that the plan computes in.
-    """
-    held, computed = DTYPES[plan.precision.parameter], DTYPES[plan.precision.compute]
-    named = [(name, weight) for name, weight in module.named_parameters() if weight.is_floating_point()]
-    trained = [f"{name} ({_word(each)})" for name, each in named if each.requires_grad and each.dtype != held]
-    if trained and (adapted or (plan.zero >= 2 and plan.engine == "torch")):
-        raise JobError(
-            f"{_some(trained)} with requires_grad, where the plan holds what is trained in {plan.precision.parameter}",
-            fix=f"freeze them, or make them {plan.precision.parameter}, as by model.float()",
-        )
-    frozen = [f"{name} ({_word(each)})" for name, each in named if each.dtype not in {held, computed}]
-    if frozen and adapted:
-        raise JobError(
-            f"{_some(frozen)} beside adapters, where the plan holds {plan.precision.parameter}"
-            f" and computes in {plan.precision.compute}",
-            fix=f"make the model {plan.precision.parameter}, or --set precision=bf16 for a bf16 one",
-        )
 
 
 class AdapterWeights:
@@ -112,7 +88,7 @@ def _adapter_values(module: nn.Module, lora: Lora, seed: int) -> Weights:
     missing, extra = sorted(set(names) - loaded.names()), sorted(loaded.names() - set(names))
     if missing or extra:
         raise JobError(
-            f"adapters in {folder} lack {_some(missing)} and have extra {_some(extra)}",
+            f"adapters in {folder} lack {some_of(missing)} and have extra {some_of(extra)}",
             fix="give Lora the targets they were trained with",
         )
     return loaded
@@ -124,12 +100,3 @@ def _recipe(name: str, parameter: nn.Parameter) -> Recipe:
         return (Write("zero_", ()),)
     bound = parameter.shape[1] ** -0.5
     return (Write("uniform_", (-bound, bound)),)
-
-
-def _some(names: list[str]) -> str:
-    """Name the first few of many."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "nothing"
-
-
-def _word(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

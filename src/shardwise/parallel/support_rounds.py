@@ -23,7 +23,7 @@ def check_rounds(plan: Plan) -> None:
     for unfit in _unfit(plan):
         if unfit.is_asked:
             raise PlanError(
-                f"plan has sync_every = {every} with {unfit.words}, and replicas on their own are whole or zero 2 or 3",
+                f"plan has sync_every = {every} with {unfit.words}, which replicas on their own do not have",
                 fix=f"{unfit.fix}, or sync_every = 1",
             )
 

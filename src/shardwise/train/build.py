@@ -17,8 +17,9 @@ from shardwise.parallel.apply import apply_plan, gradient_sync, stages_of
 from shardwise.parallel.batch_norm import foreign_batch_norms
 from shardwise.parallel.blueprint import job_blueprint, real_blueprint
 from shardwise.parallel.context_rules import check_context
+from shardwise.parallel.held_dtypes import check_dtypes
 from shardwise.parallel.keyed_masks import key_dropouts
-from shardwise.parallel.lora import adapt_blueprint, check_dtypes
+from shardwise.parallel.lora import adapt_blueprint
 from shardwise.parallel.norm import GradNorm
 from shardwise.parallel.optimizer import make_optimizer
 from shardwise.parallel.outer import by_rounds
