@@ -93,5 +93,11 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     return f"choose one of {', '.join(known)}"
 
 
+def some_of(names: Iterable[str], most: int = 3) -> str:
+    """Name the first few of many: "a", "a, b, c and 60 more", "nothing"."""
+    known = list(names)
+    return (", ".join(known[:most]) + (f" and {len(known) - most} more" if len(known) > most else "")) or "nothing"
+
+
 def _rebuild(kind: type[ShardwiseError], fact: str, fix: str) -> ShardwiseError:
     return kind(fact, fix=fix)

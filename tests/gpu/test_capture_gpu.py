@@ -1,6 +1,7 @@
 """The whole optimizer step as one CUDA graph: the same numbers, in far less time of the host."""
 
 import dataclasses
+import json
 import statistics
 import time
 
@@ -11,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import shardwise as sw
 from shardwise.plan import Plan, Precision
+from shardwise.run import create_run
 from shardwise.step.captured import CapturedStep, waits_of_host
 
 pytestmark = [
@@ -73,6 +75,28 @@ def test_losses_rates_norms_and_weights_are_those_of_the_plain_step(compute, cha
     assert len(exact) == 36  # with a short step in every epoch, which runs uncaptured
     torch.testing.assert_close(torch.tensor(found), torch.tensor(exact), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(captured, values, rtol=1e-4, atol=1e-5)
+
+
+def trained(job, plan, folder, **how):
+    """Train as `shardwise train` does; returns the loss of every step and the notes."""
+    run = create_run(folder, "run")
+    with sw.world() as world:
+        sw.train(job, plan, world, run=run, show_progress=False, **how)
+    events = [json.loads(line) for line in run.events(0).read_text().splitlines()]
+    losses = [loss for event in events for loss in event.get("losses", [])]
+    return losses, [event["text"] for event in events if event["kind"] == "note"]
+
+
+def test_train_captures_saves_and_goes_on_where_it_was(tmp_path):
+    plain = Plan(micro_batch=16)
+    captured = dataclasses.replace(plain, capture="step")
+    exact, _ = trained(job(), plain, tmp_path / "plain")
+    found, notes = trained(job(), captured, tmp_path / "captured", save_every=20, keep=9)
+    assert "capture = step: the optimizer step runs as one CUDA graph" in notes
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(exact), rtol=1e-5, atol=1e-6)
+    saved = min((tmp_path / "captured" / "checkpoints").glob("step-*"))
+    again, _ = trained(job(), captured, tmp_path / "again", resume=str(saved))
+    torch.testing.assert_close(torch.tensor(again), torch.tensor(exact[20:]), rtol=1e-5, atol=1e-6)
 
 
 def test_dropout_draws_new_masks_in_every_replay():

@@ -11,7 +11,7 @@ from shardwise.checkpoint.convert_deepspeed import WEIGHTS, Flat, Source, alone,
 from shardwise.checkpoint.deepspeed_files import LATEST_UNIVERSAL, MODEL_STATES, ZERO, load_file, model_files
 from shardwise.checkpoint.deepspeed_optimizer import VERSION, Optimized, save
 from shardwise.checkpoint.disk import sync_folder, write_synced
-from shardwise.errors import InputError
+from shardwise.errors import InputError, some_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -92,8 +92,7 @@ def _unloaded(optimized: Optimized, others: Mapping[str, Tensor]) -> list[str]:
     """Return what DeepSpeed 0.19 leaves as it is when it loads a universal checkpoint."""
     words = []
     if others:
-        names = ", ".join(others) if len(others) < 4 else f"{', '.join(list(others)[:3])} and {len(others) - 3} more"
-        words.append(f"{names}: in the folder, but DeepSpeed loads only parameters of the optimizer from it")
+        words.append(f"{some_of(others)}: in the folder, but DeepSpeed loads only parameters of the optimizer from it")
     differing = {
         key for group in optimized.settings for key in group if group[key] != optimized.settings[0].get(key, group[key])
     }

@@ -13,6 +13,7 @@ from shardwise.checkpoint.dtypes import CODES
 from shardwise.checkpoint.errors import CheckpointError, DamagedError, MismatchError
 from shardwise.checkpoint.fill import Filling
 from shardwise.checkpoint.manifest import read_manifest
+from shardwise.errors import some_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -45,8 +46,7 @@ class Comparison:
         parts = []
         for count, names in (("missing", self.missing), ("unexpected", self.unexpected), ("differ", self.differing)):
             if names:
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                parts.append(f"{len(names)} {count} ({', '.join(names[:3])}{more})")
+                parts.append(f"{len(names)} {count} ({some_of(names)})")
         return "; ".join(parts) or f"all {len(self.restored)} tensors match"
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardwise.errors import some_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -17,7 +19,7 @@ def name_hosts(names: Sequence[str]) -> str:
 
 def name_few(names: Sequence[str]) -> str:
     """Return "a", "a, b" or "a, b, c, d and 60 more"."""
-    return ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
+    return some_of(names, most=_MOST)
 
 
 def count_hosts(names: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardwise.doctor.check import Verdict, ok, warn
+from shardwise.errors import some_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -66,6 +67,5 @@ def _is_local(pair: str, hosts: Mapping[int, str]) -> bool:
 
 def _pairs(pairs: Sequence[str]) -> str:
     """Return pairs of ranks in words: few by name, many by number."""
-    shown = ", ".join(pair.replace(" -> ", "->") for pair in pairs[:_MOST])
-    more = f" and {len(pairs) - _MOST} more" if len(pairs) > _MOST else ""
-    return f"{'pair' if len(pairs) == 1 else 'pairs'} {shown}{more}"
+    shown = some_of((pair.replace(" -> ", "->") for pair in pairs), most=_MOST)
+    return f"{'pair' if len(pairs) == 1 else 'pairs'} {shown}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardwise.errors import JobError
+from shardwise.errors import JobError, some_of
 from shardwise.parallel.sharded import DTYPES
 
 if TYPE_CHECKING:
@@ -34,11 +34,6 @@ def check_dtypes(module: nn.Module, plan: Plan, *, adapted: bool) -> None:
             f" and computes in {plan.precision.compute}",
             fix=f"make the model {plan.precision.parameter}, or --set precision=bf16 for a bf16 one",
         )
-
-
-def some_of(names: list[str]) -> str:
-    """Name the first few of many."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "nothing"
 
 
 def _word(tensor: Tensor) -> str:

@@ -6,12 +6,11 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.errors import JobError
+from shardwise.errors import JobError, some_of
 from shardwise.job.lora import UP, is_adapter
 from shardwise.job.peft_config import PREFIX, WEIGHTS, read_config
 from shardwise.parallel.adapters import add_adapters
 from shardwise.parallel.blueprint import Blueprint, find_units
-from shardwise.parallel.held_dtypes import some_of
 from shardwise.parallel.skeleton import Write
 from shardwise.parallel.weight_files import open_weights
 from shardwise.parallel.weights import DrawnWeights
