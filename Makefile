@@ -40,6 +40,7 @@ bench: $(BENCH)  ## side-by-side runs against peers, each in its own environment
 	.venv-bench/bin/python benchmarks/recorder.py
 	.venv-bench/bin/python benchmarks/launch.py
 	.venv-bench/bin/python benchmarks/comm.py
+	.venv-bench/bin/python benchmarks/mpi.py
 	.venv-bench/bin/python benchmarks/watching.py
 	.venv-bench/bin/python benchmarks/low_communication.py
 	.venv-bench/bin/python benchmarks/checkpoint.py

@@ -10,7 +10,7 @@ job = sw.Job(
     optimizer=sw.adamw(lr=1e-3),  # any factory (named parameters) -> Optimizer
     schedule=sw.schedules.Cosine(warmup=0.1),
     batch_size=128,  # the GLOBAL batch; micro-batch and accumulation are the plan's
-    epochs=8,  # or steps=, or tokens=
+    epochs=6,  # or steps=, or tokens=
     metrics={"accuracy": sw.metrics.accuracy},
 )
 # </job>

@@ -5,6 +5,8 @@ import os
 import pytest
 import pytest_randomly
 
+from apart import is_apart, run_apart
+
 # DeepSpeed registers a seeder here: every process of tests would import it, for 5 s, where few need it.
 pytest_randomly.entrypoint_reseeds = []
 
@@ -15,3 +17,16 @@ def _no_launcher_variables(monkeypatch):
     for name in list(os.environ):
         if name in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} or name.startswith("SLURM_"):
             monkeypatch.delenv(name)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item, nextitem):
+    """Run what is about MLX in forks, so that no test leaves a process that cannot be forked."""
+    if not is_apart(item):
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in run_apart(item):
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    item.session._setupstate.teardown_exact(nextitem)  # what earlier tests kept for this one
+    return True

@@ -222,9 +222,6 @@ REFUSED = {
     "slurm list with an open bracket": (SLURM | {"SLURM_STEP_NODELIST": "n[0-1"}, "cannot be read"),
     "slurm list with a bad range": (SLURM | {"SLURM_STEP_NODELIST": "n[0-]"}, "cannot be read"),
     "openmpi without a size": (without(OPENMPI, "OMPI_COMM_WORLD_SIZE"), "OMPI_COMM_WORLD_SIZE is not"),
-    "openmpi on several nodes": (OPENMPI | {"OMPI_COMM_WORLD_SIZE": "4"}, "MASTER_ADDR is not set"),
-    "openmpi without a job": (without(OPENMPI, "PMIX_NAMESPACE"), "MASTER_PORT is not set"),
-    "pmi on several nodes": (HYDRA | {"PMI_SIZE": "4"}, "MASTER_ADDR is not set"),
     "pmi without a local rank": (without(HYDRA, "MPI_LOCALRANKID"), "MPI_LOCALRANKID is not set"),
 }
 

@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=2 ddp_mnist.py
     srun --gpus=4 --ntasks=4 python ddp_mnist.py
-    mpirun -n 2 python ddp_mnist.py
+    mpirun -n 2 python ddp_mnist.py --backend mpi
     python ddp_mnist.py
 
 `sw.world()` reads who it is from whichever variables the launcher set, starts the process group on the right
@@ -67,15 +67,16 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=32, help="samples per step of each process")
     parser.add_argument("--lr", type=float, default=0.002)
+    parser.add_argument("--backend", help="gloo, nccl or mpi (default: nccl on GPUs, else gloo)")
     parser.add_argument("--data", default="data/mnist", help="folder of IDX files, plain or gzipped")
     parser.add_argument("--limit", type=int, help="train on the first LIMIT samples only, for a quick try")
     options = parser.parse_args()
 
-    with sw.world() as world:
+    with sw.world(backend=options.backend) as world:
         say = print if world.is_main else lambda *_: None
         data = load_images(options.data, options.limit)
         say(data.note)
-        say(f"world size {world.size}, on {world.device.type}")
+        say(f"world size {world.size}, on {world.device.type}, over {world.backend}")
 
         sampler = DistributedSampler(data.train, num_replicas=world.size, rank=world.rank)
         loader = DataLoader(data.train, options.batch_size, sampler=sampler)

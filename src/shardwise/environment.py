@@ -21,6 +21,8 @@ DERIVED_PORTS = range(20_000, 30_000)
 """Where ports made from a job's id lie: below 32768, where Linux starts to give ports to outgoing connections."""
 _HYDRA_PORT = 29_500
 """Hydra shows its ranks nothing that names the job, so every job has the port that torch's tools take by default."""
+MPI_STARTERS = ("openmpi", "pmi")
+"""What the ranks of mpirun, mpiexec and their like say of who started them: Open MPI, or MPICH and Intel MPI."""
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """SLURM numbers its batch, interactive and extern steps from the top of 32 bits; real steps count from 0."""
 _LOOPBACK = "127.0.0.1"
@@ -48,6 +50,7 @@ class Identity:
     source: str = "alone"
     """Who said so: "shardwise", "torchrun" (also hand-exported variables), "slurm", "openmpi", "pmi" or "alone"."""
     master_addr: str | None = None
+    """None when nobody said: over MPI itself ranks need no place to meet."""
     master_port: int | None = None
     local_rank_assumed: bool = False
     """Nobody said which rank of its node this is, so one node was assumed."""
@@ -289,16 +292,6 @@ def _mpi_identity(
     port = port if given_port is None else given_port
     if addr is None and local_size < size and "SLURM_JOB_NODELIST" in environ:
         addr = expand_hosts(environ["SLURM_JOB_NODELIST"])[0]  # where mpirun starts rank 0 unless told to map otherwise
-    if addr is None and local_size < size:
-        raise EnvironmentVariablesError(
-            f"MPI started {size} ranks on several nodes, and MASTER_ADDR is not set",
-            fix="export MASTER_ADDR=<host of rank 0> and pass it on (mpirun -x MASTER_ADDR, mpiexec -genvlist)",
-        )
-    if port is None:
-        raise EnvironmentVariablesError(
-            f"MPI started {size} ranks without naming its job, and MASTER_PORT is not set",
-            fix="export MASTER_PORT=<a free port> and pass it on (mpirun -x MASTER_PORT)",
-        )
     return Identity(
         rank=rank,
         world_size=size,
@@ -308,7 +301,7 @@ def _mpi_identity(
         node_rank=rank // local_size,
         num_nodes=-(-size // local_size),
         source=source,
-        master_addr=addr or _LOOPBACK,
+        master_addr=addr or (_LOOPBACK if local_size == size else None),
         master_port=port,
     )
 

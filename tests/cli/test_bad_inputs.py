@@ -76,6 +76,8 @@ QUICK = {
     "rule without a unit": (["job.py", "--keep", "3,1.5"], "'1.5', which is no rule"),
     "two counts": (["job.py", "--keep", "3,4"], "says count twice"),
     "no GPU": (["job.py", "--device", "cuda"], "no NVIDIA GPU"),
+    "mpi without mpirun": (["job.py", "--nproc", "3", "--backend", "MPI"], "mpirun -n 3 shardwise train"),
+    "mpi on GPUs": (["job.py", "--device", "cuda", "--backend", "mpi"], "--backend mpi carries tensors of the CPU"),
 }
 
 STRATEGIES = {
@@ -133,7 +135,7 @@ IN_THE_RANKS = {
     "metric that is not measured": (["job.py", "--keep", "max:accuracy"], "'accuracy' is to stay"),
     "nothing to train": (["job.py:frozen"], "no trainable parameter"),
     "unknown backend": (["job.py", "--backend", "glooo"], "'gloo'"),
-    "backend this torch lacks": (["job.py", "--backend", "mpi"], r"shardwise[mpi]"),
+    "backend this torch lacks": (["job.py", "--backend", "ucc"], "USE_UCC=1"),
 }
 
 

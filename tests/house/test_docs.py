@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from torch.nn.parallel import DistributedDataParallel
 
+from beds import mpi
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CHAPTERS = sorted((ROOT / "examples").rglob("README.md"))
@@ -29,6 +31,8 @@ def commands(page):
 
 def kind(command):
     """Return program, verb and part: what commands have in common that differ in options only."""
+    if "mpirun" in command or "--backend mpi" in command:
+        return ("mpirun",)
     words = [word for word in command.split() if "=" not in word and not word.startswith("-")]
     program = words[0].rpartition("/")[2]
     return (program, *(word for word in words[1:3] if word.isalpha()))
@@ -52,7 +56,8 @@ def every_command():
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("command", list(every_command()))
 def test_command_runs_as_written(command):
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    environ = mpi.environment() if kind(command) == ("mpirun",) else None
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     if command == "make demo":
         accuracy = re.search(r"test accuracy\s+([0-9.]+)%", done.stdout)

@@ -74,7 +74,8 @@ def test_ddp_mnist_under_torchrun_says_that_digits_stand_in_for_mnist():
 
 
 def test_ddp_mnist_runs_alone():
-    output = CHAPTER.run(f"{command(CHAPTER, 'python ddp_mnist.py')} {SMALL}")
+    [line] = [line for line in CHAPTER.commands("ddp_mnist.py") if line.startswith("python")]
+    output = CHAPTER.run(f"{line} {SMALL}")
     assert "world size 1" in output
     assert len(epochs(output)) == 3
 
@@ -242,6 +243,8 @@ def test_every_launcher_and_script_of_the_readmes_is_run_here():
         ("torchrun", "ddp_benchmark.py"),
         ("./launch_ddp.sh", "ddp_mnist.py"),
         ("./launch_multinode_ddp.sh",),
+        ("mpirun", "ddp_mnist.py"),  # test_mpi
+        ("./launch_mpi_ddp.sh", "train_ddp.py"),  # test_mpi
         ("python",),  # -c: what this machine has
         ("deepspeed", "deepspeed_train.py"),  # test_gallery_deepspeed
         ("shardwise", "digits.py"),  # make demo, and the journeys of train

@@ -21,8 +21,11 @@ def on_step(report):
         if Path("deadly").exists():
             os.kill(os.getpid(), signal.SIGKILL)
 
+def data(split):  # the test split takes longer than all of the training
+    return sw.datasets.text(length=16)(split) if split == "train" else None
+
 job = sw.Job(
-    model=lambda: sw.models.decoder("gpt2-tiny", context=32), data=sw.datasets.text(length=16),
+    model=lambda: sw.models.decoder("gpt2-tiny", context=32), data=data,
     loss=sw.losses.token_cross_entropy, optimizer=sw.adamw(lr=1e-3), batch_size=8, steps=60, on_step=on_step,
 )
 """

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,21 @@ def test_where_no_folder_can_be_torchs_default_stays(tmp_path):
 def test_looking_makes_no_folder(tmp_path):
     compile_cache({"HOME": str(tmp_path)})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="libraries have another form")
+def test_a_library_that_a_run_was_killed_over_is_made_anew(tmp_path):
+    folder = tmp_path / ".cache" / "shardwise" / "compiled" / "ab"
+    folder.mkdir(parents=True)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    whole = Path(next(line.split()[-1] for line in maps if ".so" in line)).read_bytes()
+    libraries = {"whole.so": whole, "cut.so": whole[: len(whole) // 2], "empty.so": b"", "zeros.so": bytes(4096)}
+    for name, content in libraries.items():
+        (folder / name).write_bytes(content)
+        os.utime(folder / name, (0, 0))
+    (folder / "young.so").touch()  # somebody may be linking it
+    compile_cache({"HOME": str(tmp_path)})
+    assert {file.name for file in folder.iterdir()} == {"whole.so", "young.so"}
 
 
 @pytest.mark.prove

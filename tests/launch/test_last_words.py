@@ -20,6 +20,7 @@ Traceback (most recent call last):
         ("my.module.OddError", "OddError", "", False),
         ("RuntimeError: [gloo/transport/tcp/pair.cc:5] Connection closed by peer", "RuntimeError", None, True),
         ("torch.distributed.DistNetworkError: failed to recv, got 0 bytes", "DistNetworkError", None, True),
+        ("RuntimeError: all_reduce over mpi waited 30 s for the other ranks", "RuntimeError", None, True),
         ("ValueError: Connection closed by peer", "ValueError", None, False),
     ],
 )

@@ -5,6 +5,7 @@ import torch
 
 import shardwise as sw
 from shardwise.checkpoint import CheckpointError
+from shardwise.errors import JobError
 from shardwise.plan import Device, settle
 from shardwise.testing import run_ranks
 from shardwise.train.export import export
@@ -58,3 +59,9 @@ def test_a_folder_that_is_not_there_is_the_same_error_on_every_rank(tmp_path):
     words = run_ranks(failing, 2, tmp_path / "nowhere" / "model.pt")
     assert words[0] == words[1]
     assert "No such file or directory" in words[0]
+
+
+def test_a_model_of_mlx_is_refused_with_what_saves_it(tmp_path):
+    nn = pytest.importorskip("mlx.nn")
+    with pytest.raises(JobError, match=r"export writes models of torch, and this one is MLX's: .*save_weights"):
+        export(nn.Linear(2, 2), tmp_path / "model.pt")

@@ -45,7 +45,6 @@ def test_names_that_cannot_be_are_refused_with_what_to_write(backend, fix):
     [
         ("nccl", "CUDA build of torch"),
         ("cpu:gloo,cuda:nccl", "CUDA build of torch"),
-        ("mpi", "torch built with MPI"),
         ("ucc", "torch built with UCC"),
     ],
 )

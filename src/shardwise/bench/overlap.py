@@ -131,7 +131,14 @@ def measure_overlap(
     Returns what was measured of each setting, without those that come to the same; None on ranks other than 0.
     """
     measured = rank_zero(
-        _measure_rank, nproc, reference, plan, list(settings), effort, {"device": device, "backend": backend}
+        _measure_rank,
+        nproc,
+        reference,
+        plan,
+        list(settings),
+        effort,
+        {"device": device, "backend": backend},
+        backend=backend,
     )
     if measured is None:
         return None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pickle
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.environment import identify
 from shardwise.errors import InputError
-from shardwise.launch import LaunchSpec, Module, launch, root_cause
+from shardwise.launch import LaunchSpec, Module, launch, root_cause, run_forked
 from shardwise.launch.fork import raise_failure
+from shardwise.launch.mpirun import find_mpirun, run_by_mpirun
 from shardwise.run import create_run
 
 if TYPE_CHECKING:
@@ -21,17 +23,20 @@ if TYPE_CHECKING:
 
 PRELOAD = ("torch", "torch._dynamo")
 """What every rank would import: torch, and what the first DDP brings in."""
+_LOADING_S = 60.0
+"""That a library of MPI may take to start."""
 
 
-def rank_zero(fn: Callable[..., Any], nproc: int | None, *args: Any) -> Any:
+def rank_zero(fn: Callable[..., Any], nproc: int | None, *args: Any, backend: str | None = None) -> Any:
     """Run `fn(*args)` on every rank and return what rank 0's call returned; None on the other ranks of a world.
 
     Inside a world that torchrun, srun, mpirun or `shardwise launch` has started, this process is one of its ranks;
-    else `nproc` ranks (default: 1) are started on this machine. `fn` opens the world itself, and is found by its name.
+    else `nproc` ranks (default: 1) are started on this machine, as `backend` wants them. `fn` opens the world itself,
+    and is found by its name.
     """
     me = identify()
     if me.world_size == 1:
-        return on_ranks(fn, nproc or 1, *args)[0]
+        return on_ranks(fn, nproc or 1, *args, backend=backend)[0]
     if nproc is not None:
         raise InputError(
             f"--nproc {nproc} inside a world of {me.world_size} ranks that {me.source} started",
@@ -41,15 +46,39 @@ def rank_zero(fn: Callable[..., Any], nproc: int | None, *args: Any) -> Any:
     return found if me.rank == 0 else None
 
 
+def require_backend(backend: str) -> None:
+    """Refuse a backend for the CPU that this machine lacks, before any rank starts; imports torch to ask it.
+
+    A library of MPI is tried in a fork. Open MPI 5 would leave 16 MiB in /dev/shm behind each process that no mpirun
+    started, so there it gets no shared memory.
+    """
+    import torch
+
+    from shardwise.world.backends import choose_backend
+    from shardwise.world.mpi_library import GROUP_NAME, load_mpi, torch_backend
+
+    if backend == "mpi":
+        find_mpirun()
+    choose_backend(backend, torch.device("cpu"))
+    if torch_backend(backend) == GROUP_NAME:
+        run_forked(lambda _: load_mpi().Finalize(), 1, timeout_s=_LOADING_S, extra={"OMPI_MCA_btl": "self"})
+
+
 def on_ranks(
-    fn: Callable[..., Any], nproc: int, *args: Any, warm: AbstractContextManager[Starter] | None = None
+    fn: Callable[..., Any],
+    nproc: int,
+    *args: Any,
+    warm: AbstractContextManager[Starter] | None = None,
+    backend: str | None = None,
 ) -> list[Any]:
     """Run `fn(*args)` on `nproc` fresh ranks of this machine, and return its results by rank.
 
     They have the threads and variables that a training's would have, and share nothing with this process, which may
     have used CUDA or threads. `fn` is found by its name. The first failing rank's exception is raised here. `warm`
-    is a fork parent that serves several calls; without one, one is started.
+    is a fork parent that serves several calls; without one, one is started. Ranks of backend "mpi" are mpirun's.
     """
+    if backend == "mpi":
+        return run_by_mpirun(partial(fn, *args), nproc)
     import cloudpickle
 
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name:

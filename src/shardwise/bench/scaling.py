@@ -146,7 +146,13 @@ def measure_job(
                 keys = [key for key in distinct if key[0] == ranks]
                 plans = [distinct[key].plan for key in keys]
                 measured = on_ranks(
-                    _measure_rank, ranks, reference, plans, dict(opening), warm=contextlib.nullcontext(warm)
+                    _measure_rank,
+                    ranks,
+                    reference,
+                    plans,
+                    dict(opening),
+                    warm=contextlib.nullcontext(warm),
+                    backend=opening.get("backend"),
                 )
                 for key, turns in zip(keys, measured[0], strict=True):
                     found[key].append(turns)

@@ -119,7 +119,7 @@ def measure_ranks(
     one of them, and ranks other than 0 return nothing.
     """
     nproc = plan.layout.world_size if identify().world_size == 1 else None
-    return rank_zero(_measure_world, nproc, reference, plan, (device, backend), steps, profile) or []
+    return rank_zero(_measure_world, nproc, reference, plan, (device, backend), steps, profile, backend=backend) or []
 
 
 def _measure_world(

@@ -13,6 +13,7 @@ from shardwise.checkpoint import (
     convert_dcp,
     convert_deepspeed,
     convert_hf,
+    convert_mlx,
     convert_own,
     convert_peft,
     convert_torch,
@@ -85,6 +86,14 @@ KINDS = {
         max_held_bytes=None,
         holds=only_adapters,
     ),
+    "mlx": Kind(
+        "a file of MLX weights",
+        convert_mlx.is_mlx,
+        convert_mlx.read,
+        convert_mlx.write,
+        max_held_bytes=None,
+        holds=convert_mlx.holds,
+    ),
     "hf": Kind(
         "a Hugging Face folder of safetensors",
         lambda path: path.suffix == ".safetensors" or any(path.glob("*.safetensors")),
@@ -119,6 +128,8 @@ class ConvertReport:
     tied: dict[str, str]
     left_out: tuple[str, ...]
     """What of the source is not in the target, one sentence each."""
+    moved: tuple[str, ...] = ()
+    """Tensors whose axes stand in another order than in the source: what is taken for a convolution of MLX."""
 
 
 def open_contents(path: Path | str) -> Contents:
@@ -162,7 +173,7 @@ def convert(
         raise InputError(f"{source} holds no tensor of a model or optimizer", fix="name another checkpoint")
     if contents.kind == "dcp":
         contents = find_ties(contents)
-    if to == "hf" or (weights and to != "peft"):
+    if to in {"hf", "mlx"} or (weights and to != "peft"):
         contents = merged(contents)
     if weights:
         contents = contents.only_weights()
@@ -190,6 +201,7 @@ def convert(
         num_bytes=sum(map(bytes_of, written.values())),
         tied=contents.tied,
         left_out=tuple(left_out),
+        moved=convert_mlx.moved(written) if (contents.kind == "mlx") != (to == "mlx") else (),
     )
 
 

@@ -70,19 +70,20 @@ def write(contents: Contents, path: Path, *, max_file_bytes: int = MAX_FILE_BYTE
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         write_synced(path / INDEX, msgspec.json.format(msgspec.json.encode(index), indent=2))
     sync_folder(path)
-    return _left_out(contents)
+    return left_out(contents, "folder")
 
 
-def _left_out(contents: Contents) -> list[str]:
+def left_out(contents: Contents, target: str) -> list[str]:
+    """Return what weights alone do not tell, one sentence each; `target` is what they are in."""
     words = [f"{alias}: written once, as {name}, to which it is tied" for alias, name in contents.tied.items()]
     others: dict[str, int] = {}
     for name in contents.forms:
         if not name.startswith(MODEL):
             room = name.partition("/")[0]
             others[room] = others.get(room, 0) + 1
-    words += [f"{room}: {count} tensors, the folder holds weights only" for room, count in others.items()]
+    words += [f"{room}: {count} tensors, the {target} holds weights only" for room, count in others.items()]
     facts = [name for name in contents.facts if name != "tied"]
-    return words + ([f"facts ({', '.join(facts)}): the folder holds weights only"] if facts else [])
+    return words + ([f"facts ({', '.join(facts)}): the {target} holds weights only"] if facts else [])
 
 
 def _files(path: Path) -> dict[Path, set[str] | None]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardwise.cli.place_options import place_options
 from shardwise.run.console import complain, say
 from shardwise.run.exitcodes import CHECK_FAILED, DONE
 
@@ -40,8 +41,10 @@ _PATH = click.Path(path_type=Path)
     type=click.IntRange(min=1),
     help="Processes to start (default: one a GPU, 2 on a CPU).",
 )
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to run (default: cuda where there is one).")
-@click.option("--backend", help="gloo or nccl (default: nccl on cuda, else gloo); gloo's ranks may share a GPU.")
+@place_options(
+    device="Where to run (default: cuda where there is one).",
+    backend="gloo, nccl or mpi (default: nccl on cuda, else gloo); gloo's ranks may share a GPU, mpi's are on CPUs.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Write all that was found as JSON to standard output.")
 @click.option("--csv", "csv_path", type=_PATH, help="Write the table to this file.")
 @click.option("--report", "report_path", type=_PATH, help="Write a page (.html) or Markdown (.md) with plots.")
@@ -79,7 +82,7 @@ def command(
     if csv_path:
         _check_folder(csv_path)
     nproc = _check_start(spec, nproc)
-    found: CommMeasurement | None = rank_zero(_measure, nproc, spec)
+    found: CommMeasurement | None = rank_zero(_measure, nproc, spec, backend=spec.backend)
     if found is None:  # another rank of a world that somebody else started
         return DONE
     verdicts = judge(found)
@@ -127,7 +130,7 @@ def read_spec(
         modes=("sync", "async") if also_async else ("sync",),
         budget_s=seconds,
         device=device,
-        backend=backend.lower() if backend else None,
+        backend=backend,
     )
 
 
@@ -135,6 +138,7 @@ def _check_start(spec: CommSpec, nproc: int | None) -> int | None:
     """Refuse what ranks could not run, before any starts; return how many to start, None inside a world."""
     from shardwise.bench.comm.memory import check_room
     from shardwise.bench.comm.spec import group_ranks
+    from shardwise.bench.ranks import require_backend
     from shardwise.cli.bench_words import warn_if_busy
     from shardwise.cli.train import this_device
     from shardwise.environment import identify
@@ -144,6 +148,8 @@ def _check_start(spec: CommSpec, nproc: int | None) -> int | None:
 
     if identify().world_size > 1:
         return nproc
+    if spec.backend in ("mpi", "ucc"):  # which few machines have
+        require_backend(spec.backend)
     gpus = len(probe_gpus()) if spec.device != "cpu" else 0
     count = nproc or gpus or 2
     this_device(spec.device, 1 if spec.backend == "gloo" else count)

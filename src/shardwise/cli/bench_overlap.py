@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from shardwise.cli.place_options import place_options
 from shardwise.run.console import say
 from shardwise.run.exitcodes import DONE
 
@@ -44,8 +45,10 @@ def _numbers(_context: click.Context, option: click.Parameter, text: str | None)
 @click.option("--prefetch", callback=_numbers, metavar="N,N", help="FSDP's blocks gathered ahead (default: 1,2,4).")
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Times to build each setting.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a field of the job or the plan.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to run (default: cuda where there is one).")
-@click.option("--backend", help="gloo, nccl, mpi or ucc (default: by device); gloo ranks may share a GPU.")
+@place_options(
+    device="Where to run (default: cuda where there is one).",
+    backend="gloo, nccl, mpi or ucc (default: by device); gloo ranks may share a GPU.",
+)
 @click.option("--out", type=click.Path(path_type=Path), help="Write the plan with what is recommended: a .toml file.")
 @click.option("--json", "as_json", is_flag=True, help="Write what was measured as JSON to standard output.")
 @click.option("--report", type=click.Path(path_type=Path), help="Write a report: .html or .md.")
@@ -66,17 +69,16 @@ def command(
 ) -> int:
     """Measure a step of the Job in JOB.py with, without, and of communication alone, under settings of a plan."""
     from shardwise.bench.overlap import Effort, advise, advised_plan, check_plan, measure_overlap
-    from shardwise.cli.bench_words import bench_device, warn_if_busy
+    from shardwise.cli.bench_words import bench_device, load_torch_job, warn_if_busy
     from shardwise.cli.train import split_settings
     from shardwise.environment import identify
-    from shardwise.job import load_job
     from shardwise.plan import settle
 
     _check_files(out, report)
     reference, overrides = split_settings(job, settings)
     size = identify().world_size if identify().world_size > 1 else nproc or 1
     where, opened = bench_device(device, backend, nproc or 1)
-    batch_size = load_job(reference).batch_size
+    batch_size = load_torch_job(reference).batch_size
     plan = settle(plan_spec, batch_size=batch_size, world_size=size, device=where, overrides=overrides)
     check_plan(plan)
     varied = _settings(plan, buckets, prefetch)

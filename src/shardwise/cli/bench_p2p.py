@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from shardwise.cli.place_options import place_options
 from shardwise.run.console import say
 from shardwise.run.exitcodes import CHECK_FAILED, DONE
 
@@ -27,8 +28,10 @@ _WAYS = ("send", "isend", "batch")
 @click.option(
     "--seconds", type=click.FloatRange(min=0, min_open=True), default=20.0, show_default=True, help="About how long."
 )
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to run (default: cuda where there is one).")
-@click.option("--backend", help="gloo or nccl (default: nccl on cuda, else gloo); gloo's ranks may share a GPU.")
+@place_options(
+    device="Where to run (default: cuda where there is one).",
+    backend="gloo, nccl or mpi (default: nccl on cuda, else gloo); gloo's ranks may share a GPU.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Write what was measured as JSON to standard output.")
 @click.option("--report", type=click.Path(path_type=Path), help="Write a page (.html) or Markdown (.md) too.")
 def command(
@@ -68,7 +71,7 @@ def command(
         device=device,
         backend=backend,
     )
-    pairs: Pairs | None = rank_zero(measure_pairs, nproc, spec)
+    pairs: Pairs | None = rank_zero(measure_pairs, nproc, spec, backend=backend)
     if pairs is None:  # another rank shows it
         return DONE
     _show(pairs, as_json=as_json, report=report)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardwise.cli.place_options import place_options
 from shardwise.run.console import complain, say
 from shardwise.run.exitcodes import DONE
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from shardwise.job import Job
     from shardwise.plan import Plan
 
-_OF_A_JOB = {"plan_spec": "--plan", "settings": "--set", "device": "--device", "backend": "--backend"}
+_OF_A_JOB = {"plan_spec": "--plan", "settings": "--set", "backend": "--backend", "device": "--device"}
 
 
 @click.command(
@@ -41,8 +42,10 @@ _OF_A_JOB = {"plan_spec": "--plan", "settings": "--set", "device": "--device", "
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Times to start each number.")
 @click.option("--plan", "plan_spec", help="Of a job: preset, product or .toml file, refitted (default: ddp).")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a field of the job or the plan.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where a job runs (default: cuda if there is one).")
-@click.option("--backend", help="Of a job: gloo, nccl, mpi or ucc (default: by device); gloo ranks may share a GPU.")
+@place_options(
+    device="Where a job runs (default: cuda if there is one).",
+    backend="Of a job: gloo, nccl, mpi or ucc (default: by device); gloo ranks may share a GPU.",
+)
 @click.option("--pattern", metavar="REGEX", help="Of a script: finds its throughput in its output, by one group.")
 @click.option("--json", "as_json", is_flag=True, help="Write what was measured as JSON to standard output.")
 @click.option("--report", type=click.Path(path_type=Path), help="Write a report: .html or .md.")
@@ -107,15 +110,14 @@ def _read_ranks(options: dict[str, Any]) -> tuple[int, ...]:
 def _measure_job(script: str, options: dict[str, Any]) -> tuple[list[Curve], bool, str]:
     """Return the curves of a job, whether it ran on the CPU, and a title."""
     from shardwise.bench.scaling import MODES, Case, measure_job, plan_for
-    from shardwise.cli.bench_words import bench_device, warn_if_busy
+    from shardwise.cli.bench_words import bench_device, load_torch_job, warn_if_busy
     from shardwise.cli.train import split_settings
-    from shardwise.job import load_job
     from shardwise.parallel.support import require_supported
 
     ranks = _read_ranks(options)
     reference, overrides = split_settings(script, options["settings"])
     where, opened = bench_device(options["device"], options["backend"], max(ranks))
-    batch_size, spec = load_job(reference).batch_size, options["plan_spec"] or "ddp"
+    batch_size, spec = load_torch_job(reference).batch_size, options["plan_spec"] or "ddp"
     cases = {
         mode: [
             Case(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from shardwise.cli.place_options import place_options
 from shardwise.run.console import complain, say
 from shardwise.run.exitcodes import DONE
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from shardwise.environment import Identity
     from shardwise.job import Job
     from shardwise.plan import Plan
-
-_DEVICE = click.Choice(["cpu", "cuda", "cuda:0"])
 
 
 @click.command(
@@ -34,8 +33,11 @@ _DEVICE = click.Choice(["cpu", "cuda", "cuda:0"])
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Which rank of a fake world.")
 @click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True, help="Steps to measure.")
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a field of the job or the plan.")
-@click.option("--device", type=_DEVICE, help="Where to run (default: cuda where there is one); ranks share cuda:0.")
-@click.option("--backend", metavar="NAME", help="gloo, nccl or both as cpu:gloo,cuda:nccl (default: by the device).")
+@place_options(
+    devices=("cpu", "cuda", "cuda:0"),
+    device="Where to run (default: cuda where there is one); ranks share cuda:0.",
+    backend="gloo, nccl, mpi or cpu:gloo,cuda:nccl (default: by the device).",
+)
 @click.option("--profile", "profiled", is_flag=True, help="Also name the kernels that take the time.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write a trace for Perfetto, .json or .json.gz.")
 @click.option("--report", type=click.Path(path_type=Path), help="Write a report, .html or .md.")
@@ -60,16 +62,16 @@ def command(
 
     Starts its own ranks; under srun, torchrun or shardwise launch it is one of theirs.
     """
+    from shardwise.cli.bench_words import load_torch_job
     from shardwise.cli.train import split_settings, this_device
     from shardwise.environment import identify
-    from shardwise.job import load_job
     from shardwise.plan import settle
 
     me = identify()
     _check(me, nproc=nproc, fake_world=fake_world, rank=rank)
     profile = _profile_spec(profiled=profiled, trace=trace, report=report)
     reference, overrides = split_settings(job, settings)
-    loaded = load_job(reference)
+    loaded = load_torch_job(reference)
     local = nproc or me.local_world_size
     kind = device.partition(":")[0] if device else None
     where = this_device(kind, 1 if device == "cuda:0" or fake_world else local)

@@ -9,6 +9,7 @@ from shardwise.run.console import complain, say
 
 if TYPE_CHECKING:
     from shardwise.bench.report.findings import Table
+    from shardwise.job import Job, JobReference
     from shardwise.plan import Device
 
 
@@ -19,6 +20,21 @@ def bench_device(asked: str | None, backend: str | None, nproc: int) -> tuple[De
     shares = backend == "gloo"
     where = this_device(asked, 1 if shares else nproc)
     return where, "cuda:0" if shares and where.kind == "cuda" else where.kind
+
+
+def load_torch_job(reference: JobReference) -> Job:
+    """Load a job, refusing a model of MLX, in which nothing here looks."""
+    from shardwise.errors import InputError
+    from shardwise.job import load_job
+    from shardwise.job.engine import engine_of
+
+    job = load_job(reference)
+    if engine_of(job) == "mlx":
+        raise InputError(
+            f"bench measures models of torch, and that of {reference.name} is MLX's",
+            fix="shardwise train it, which tells samples per second",
+        )
+    return job
 
 
 def warn_if_busy() -> None:

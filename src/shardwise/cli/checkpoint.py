@@ -10,7 +10,7 @@ from shardwise.run.console import complain, say
 from shardwise.run.exitcodes import CHECK_FAILED, DONE
 from shardwise.run.keep import GRAMMAR, parse_keep
 
-KINDS = ("torch", "dcp", "hf", "peft", "deepspeed", "shardwise")
+KINDS = ("torch", "dcp", "hf", "mlx", "peft", "deepspeed", "shardwise")
 """The kinds that `convert` writes; here as words, so that torch is not imported to show them."""
 _PATH = click.Path(path_type=Path)
 

@@ -99,6 +99,7 @@ def show_conversion(report: ConvertReport) -> None:
         f" {in_units(report.num_bytes)}, step {report.step}, in {report.path}"
     )
     _list("tied", [f"{alias} is {name}" for alias, name in report.tied.items()])
+    _list("axes moved, as a convolution's", report.moved)
     _list("left out", report.left_out)
 
 

@@ -119,6 +119,7 @@ def _job(job: str, arguments: tuple[str, ...], options: dict[str, Any]) -> Subje
     from shardwise.doctor.drill import Subject, save_interval
     from shardwise.errors import InputError
     from shardwise.job import load_job
+    from shardwise.job.engine import engine_of
     from shardwise.job.job import LENGTHS
     from shardwise.parallel.support import require_supported
     from shardwise.plan import settle
@@ -133,6 +134,11 @@ def _job(job: str, arguments: tuple[str, ...], options: dict[str, Any]) -> Subje
     steps, nproc = options["steps"] or _STEPS, options["nproc"]
     reference, overrides = split_settings(job, (*options["settings"], f"steps={steps}"))
     loaded = load_job(reference)
+    if engine_of(loaded) == "mlx":
+        raise InputError(
+            f"drills come with steps of torch's optimizers, and the model of {job} is MLX's",
+            fix="shardwise verify --resume kills and resumes it",
+        )
     where = this_device(options["device"], nproc)
     plan = settle(
         options["plan_spec"] or "auto",

@@ -40,7 +40,9 @@ def explain(
             device = "cpu"  # it is as true there, and nccl takes no GPU twice
     op = ops.upper() if ops else None
     names = check_names(name, op, size)
-    found: list[Explanation] | None = rank_zero(explain_on_ranks, nproc, names, op or "SUM", device, backend)
+    found: list[Explanation] | None = rank_zero(
+        explain_on_ranks, nproc, names, op or "SUM", device, backend, backend=backend
+    )
     console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
     for number, explanation in enumerate(found or []):
         if number:

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.cli.describe import describe_job
 from shardwise.cli.summary import summarise
+from shardwise.engines.available import require_engine
 from shardwise.errors import InputError, JobError, ShardwiseError
+from shardwise.job.engine import engine_of
 from shardwise.parallel.support import require_supported
-from shardwise.plan import Device, searching, settle
+from shardwise.plan import MLX, Device, searching, settle
 from shardwise.record.deterministic import be_deterministic
 from shardwise.run import RunDirectory, create_run
 from shardwise.run.console import complain
@@ -42,18 +44,24 @@ def train_in_world(
 
     if told["deterministic"]:
         be_deterministic(seed=None)
-    with world(backend=backend, device=device) as here:
+    made_for = engine_of(job)
+    if made_for == "mlx" and backend == "mpi":
+        from shardwise.engines.mlx.mpi import mpi_group
+
+        mpi_group()  # first: MLX would not join an MPI that the world has started
+    with world(backend=backend, device="cpu" if made_for == "mlx" else device) as here:
 
         def prepare() -> tuple[Plan, RunDirectory]:
             plan = settle(
                 plan_spec,
                 batch_size=job.batch_size,
                 world_size=here.size,
-                device=_describe_device(here),
+                device=_describe_device(here) if made_for == "torch" else MLX,
                 overrides=plan_overrides,
                 choose=searching(job, describe_job, require_supported),
             )
             require_supported(plan)
+            require_engine(plan)
             run = create_run(run_dir, reference.name)
             write_run_inputs(run, reference, plan)
             return plan, run

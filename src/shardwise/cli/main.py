@@ -9,8 +9,8 @@ from itertools import takewhile
 import click
 
 from shardwise.cli.lazy import LazyGroup
+from shardwise.cli.one_voice import end
 from shardwise.errors import ShardwiseError
-from shardwise.run.console import complain
 from shardwise.run.exitcodes import BAD_INPUT, INTERRUPTED
 
 VERBS = {
@@ -44,11 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except click.ClickException as error:
-        complain(f"shardwise: {' '.join(error.format_message().split())}")
-        return BAD_INPUT
+        return end(BAD_INPUT, f"shardwise: {' '.join(error.format_message().split())}")
     except ShardwiseError as error:
         if "--debug" in takewhile(lambda argument: argument.startswith("-"), arguments):
             traceback.print_exc()
-        complain(f"shardwise: {error}")
-        return error.exit_code
+        return end(error.exit_code, f"shardwise: {error}")
     return result if isinstance(result, int) else 0

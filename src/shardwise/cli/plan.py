@@ -222,9 +222,16 @@ def _subject(
         if value is not None:
             raise InputError(f"{option} is for published models, and {model} is a job", fix="change the job's file")
     from shardwise.job import load_job, refer
+    from shardwise.job.engine import engine_of
 
+    job = load_job(refer(model, {}))
+    if engine_of(job) == "mlx":
+        raise InputError(
+            f"the model of {model} is MLX's, and nothing is predicted of those: MLX trains replicas alone",
+            fix="shardwise train it, with --nproc 2 for two of them",
+        )
     return job_subject(
-        load_job(refer(model, {})),
+        job,
         cluster,
         describe_job,
         batch_size=batch_size,

@@ -12,9 +12,11 @@ import click
 from shardwise.cli.equality_options import equality_options, settle_equality
 from shardwise.cli.hang_options import hang_options, settle_hang, start_guard
 from shardwise.cli.node_options import node_options, settle_nodes
+from shardwise.cli.place_options import place_options
 from shardwise.cli.saving_options import saving_options, settle_saving
 from shardwise.cli.sinks import HELP, checked_sinks
 from shardwise.cli.summary import summarise
+from shardwise.environment import MPI_STARTERS
 from shardwise.errors import LaunchError
 from shardwise.run.console import complain
 from shardwise.run.exitcodes import BAD_INPUT, DONE, INTERRUPTED, JOB_FAILED, PREEMPTED
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from shardwise.cli.train_nodes import RanksSpec
     from shardwise.environment import Identity
     from shardwise.job import Job, JobReference
+    from shardwise.job.engine import MadeFor
     from shardwise.launch import Launched
     from shardwise.plan import Device, Plan
     from shardwise.run import RunDirectory
@@ -48,8 +51,10 @@ if TYPE_CHECKING:
 @hang_options
 @equality_options(check_every=1000)
 @click.option("--preset", metavar="NAME", help="Variables for a kind of cluster, as launch has it: gcp, infiniband ...")
-@click.option("--backend", help="gloo, nccl, mpi, ucc or cpu:gloo,cuda:nccl (default: by device).")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to train (default: cuda where there is one).")
+@place_options(
+    device="Where to train (default: cuda where there is one).",
+    backend="gloo, nccl, mpi, ucc or cpu:gloo,cuda:nccl (default: by device).",
+)
 @click.option(
     "--sink",
     "sinks",
@@ -77,6 +82,7 @@ def command(
     from shardwise.cli.train_nodes import train_on_nodes
     from shardwise.environment import identify
     from shardwise.job import load_job
+    from shardwise.job.engine import engine_of
     from shardwise.launch import LaunchSpec
     from shardwise.run import create_run
 
@@ -91,14 +97,14 @@ def command(
     if (submitted := start_by_slurm(reference.name, run_dir, grace_s=LaunchSpec.grace_s)) is not None:
         return submitted
     nodes = settle_nodes(more)
-    if me.world_size > 1 and (nodes is None or me.source != "slurm"):
+    if _is_rank(me, backend, nproc) and (nodes is None or me.source != "slurm"):
         _check_joining(me, nproc, more["sinks"], more["preset"])
         train_in_world(
             loaded, reference, plan_spec, plan_overrides, run_dir=run_dir, told=told, backend=backend, device=device
         )
         return DONE
     nproc = nproc or 1
-    where = this_device(device, nproc)
+    where = this_device(device, nproc, engine_of(loaded))
     plan = _settle(loaded, plan_spec, nproc * (nodes.most if nodes else 1), where, plan_overrides)
     _check(loaded, plan)
     ranks = _ranks(plan, where, nproc, more)
@@ -116,6 +122,18 @@ def command(
     run = create_run(run_dir, reference.name)
     write_run_inputs(run, reference, plan)
     return _conclude(ranks, _launch(order, run, ranks), run)
+
+
+def _is_rank(me: Identity, backend: str | None, nproc: int | None) -> bool:
+    """Return whether this process is a rank already; backend mpi, whose ranks are mpirun's, is refused where not."""
+    if me.world_size > 1 or backend != "mpi":
+        return me.world_size > 1
+    if me.source in MPI_STARTERS:
+        return True
+    raise LaunchError(
+        "--backend mpi trains on ranks that mpirun has started, and it has not started this process",
+        fix=f"mpirun -n {nproc or 2} shardwise train ... --backend mpi",
+    )
 
 
 def _check_joining(me: Identity, nproc: int | None, sinks: tuple[SinkSpec, ...], preset: str | None) -> None:
@@ -158,11 +176,15 @@ def split_settings(job: str, settings: tuple[str, ...]) -> tuple[JobReference, d
     return refer(job, of_job), of_plan
 
 
-def this_device(asked: str | None, nproc: int) -> Device:
-    """Find out what settling must know of the GPUs, without touching CUDA."""
+def this_device(asked: str | None, nproc: int, made_for: MadeFor = "torch") -> Device:
+    """Find out what settling must know of the GPUs, without touching CUDA; MLX finds its device by itself."""
     from shardwise.hardware import probe_gpus
-    from shardwise.plan import Device
+    from shardwise.plan import MLX, Device
 
+    if made_for == "mlx":
+        if asked == "cuda":
+            raise LaunchError("--device cuda, but the job's model is MLX's, which finds its device", fix="leave it out")
+        return MLX
     gpus = probe_gpus() if asked != "cpu" else ()
     if not gpus:
         if asked == "cuda":

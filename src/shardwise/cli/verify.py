@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -39,6 +39,13 @@ if TYPE_CHECKING:
     show_default=True,
     help="fp64 for equality, fp32 against the measured noise.",
 )
+@click.option(
+    "--backend",
+    type=click.Choice(["gloo", "mpi"], case_sensitive=False),
+    default="gloo",
+    show_default=True,
+    help="What ranks talk over; mpi's are started by mpirun.",
+)
 @click.option("--resume", is_flag=True, help="Kill each plan, resume it on other ranks, and compare with no kill.")
 @click.option("--propose-rules", "propose", is_flag=True, help="Find tensor rules for the model, and confirm them.")
 @click.option("--shrink", is_flag=True, help="Make the model small in width and depth, never in structure.")
@@ -57,6 +64,7 @@ def command(
     steps: int | None,
     nproc: int | None,
     precision: str,
+    backend: str,
     resume: bool,
     propose: bool,
     shrink: bool,
@@ -84,9 +92,8 @@ def command(
         raise InputError(f"--markdown {markdown} is in a folder that is not there", fix="make the folder first")
     reference, of_plans = split_settings(job, settings)
     exact: Exact = precision  # type: ignore[assignment]  # one of the two choices above
-    check_options(
-        propose=propose, nproc=nproc, plans=plans, settings=of_plans, resume=resume, markdown=markdown, out=out
-    )
+    more: dict[str, Any] = {"resume": resume, "backend": backend, "markdown": markdown, "out": out}
+    check_options(propose=propose, nproc=nproc, plans=plans, settings=of_plans, **more)
     if propose:
         return propose_rules(
             reference, nproc=nproc or 2, steps=steps or 3, precision=exact, shrink=shrink, as_json=as_json, out=out
@@ -99,6 +106,7 @@ def command(
         precision=exact,
         shrink=shrink,
         resume=resume,
+        backend=backend,
         on_verdict=_tell,
     )
     if markdown is not None:

@@ -42,6 +42,7 @@ def check_options(
     plans: str,
     settings: Mapping[str, str],
     resume: bool,
+    backend: str,
     markdown: Path | None,
     out: Path | None,
 ) -> None:
@@ -52,7 +53,12 @@ def check_options(
         raise InputError(f"--out {out} is for tensor rules", fix="add --propose-rules, or write --markdown FILE")
     if out is not None and not out.parent.is_dir():
         raise InputError(f"--out {out} is in a folder that is not there", fix="make the folder first")
-    given = {"--plans": plans != "all", "--resume": resume, "--markdown": markdown is not None}
+    given = {
+        "--plans": plans != "all",
+        "--resume": resume,
+        f"--backend {backend}": backend != "gloo",
+        "--markdown": markdown is not None,
+    }
     named = [option for option, is_given in given.items() if is_given] + [f"--set {key}" for key in settings]
     if propose and named:
         raise InputError(f"--propose-rules tries tp alone, and {named[0]} asks for more", fix="run one after the other")

@@ -35,6 +35,21 @@ def tensors(value: Any) -> list[torch.Tensor]:
     return found
 
 
+def others(value: Any) -> list[Any]:
+    """Every leaf of a tree that is neither a tensor nor None, in order."""
+    if value is None or isinstance(value, torch.Tensor):
+        return []
+    if isinstance(value, Mapping):
+        items = list(value.values())
+    elif isinstance(value, list | tuple):
+        items = list(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    else:
+        return [value]
+    return [leaf for item in items for leaf in others(item)]
+
+
 def num_rows(batch: Any) -> int:
     """Rows of a batch: the first dimension of its first tensor that has one."""
     for tensor in tensors(batch):

@@ -14,6 +14,10 @@ def require_engine(plan: Plan) -> None:
         from shardwise.engines.deepspeed.library import require_deepspeed
 
         require_deepspeed()
+    if plan.engine == "mlx":
+        from shardwise.engines.mlx.installed import require_mlx
+
+        require_mlx()
 
 
 def preload_engine(plan: Plan) -> None:

@@ -36,7 +36,7 @@ class Job:
     """What to train: model, data, loss, optimizer, global batch and length."""
 
     model: Callable[[], nn.Module]
-    """Makes the model; called on every rank after seeding."""
+    """Makes the model, a module of torch or of MLX; called on every rank after seeding."""
     data: Callable[[str], Dataset[Any] | None]
     """Split name ("train", "test") to dataset; None for a split it does not have."""
     loss: Loss
@@ -75,7 +75,8 @@ class Job:
     """Train adapters beside frozen weights; None trains all weights."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, type) and hasattr(self.model, "named_parameters"):
+        finished = any(hasattr(self.model, name) for name in ("named_parameters", "trainable_parameters"))
+        if finished and not isinstance(self.model, type):
             raise JobError(f"Job.model is a finished {type(self.model).__name__}", fix=_CALLABLES["model"])
         for name in ("model", "data", "optimizer", "forward", "schedule"):
             if not callable(getattr(self, name)):

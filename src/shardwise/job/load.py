@@ -91,11 +91,17 @@ def _import(path: Path) -> ModuleType:
 
 
 def _advice(error: Exception) -> str:
-    """Name the nearest field for a misspelled one of Job; else where to look."""
+    """Name the nearest field for a misspelled one of Job, or the extra that brings a module; else where to look."""
     match = re.search(r"Job.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
     if match is not None:
         return nearest(match[1], [field.name for field in dataclasses.fields(Job)])
+    if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
+        return f"pip install 'shardwise[{_EXTRAS[error.name]}]'"
     return "mend the file; shardwise --debug shows the traceback"
+
+
+_EXTRAS = {"mlx": "mlx", "transformers": "hf", "peft": "hf", "deepspeed": "deepspeed", "mpi4py": "mpi"}
+"""Modules that a job may import and an extra brings."""
 
 
 def _place(error: Exception, path: Path) -> str:

@@ -47,10 +47,9 @@ def run_forked(
             processes,
             failure_of=lambda rank, _: read_failure(folder / f"{rank}.json"),
             timeout_s=timeout_s,
-            before_kill=_dump_stacks,
+            before_kill=dump_stacks,
         )
-        _raise_if_failed(outcome, folder, timeout_s)
-        return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(nproc)]  # noqa: S301 - our own child wrote it
+        return take_results(outcome, nproc, folder, timeout_s)
 
 
 def _child(body: Callable[[int], Any], rank: int, nproc: int, folder: Path, extra: Mapping[str, str]) -> int:
@@ -59,18 +58,23 @@ def _child(body: Callable[[int], Any], rank: int, nproc: int, folder: Path, extr
     if torch is not None:
         # OMP's threads did not survive the fork: a first parallel region in the child would wait for them.
         torch.set_num_threads(1)
+    leave_result(lambda: body(rank), rank, folder)
+    return 0
+
+
+def leave_result(call: Callable[[], Any], rank: int, folder: Path) -> None:
+    """Make the call of one rank and leave its result in `folder`; a rank that raises leaves that, and ends here."""
     with (folder / f"{rank}.stacks").open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         result = folder / f"{rank}.pickle"
         try:
-            result.write_bytes(pickle.dumps(body(rank)))
+            result.write_bytes(pickle.dumps(call()))
         except BaseException as error:  # noqa: BLE001 - handed to the parent, which raises it
-            write_failure(folder / f"{rank}.json", describe_failure(error, rank))
             result.write_bytes(portable(error))
+            write_failure(folder / f"{rank}.json", describe_failure(error, rank))
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)  # here: letting go of the frames may wait for peers (DDP's destructor does)
-    return 0
 
 
 def portable(error: BaseException) -> bytes:
@@ -83,12 +87,14 @@ def portable(error: BaseException) -> bytes:
     return data
 
 
-def _dump_stacks(process: RankProcess) -> None:
+def dump_stacks(process: RankProcess) -> None:
+    """Have a stuck rank write its stacks, or mpirun all of its ranks."""
     os.kill(process.pid, signal.SIGUSR1)
     time.sleep(_DUMP_S)
 
 
-def _raise_if_failed(outcome: Outcome, folder: Path, timeout_s: float | None) -> None:
+def take_results(outcome: Outcome, nproc: int, folder: Path, timeout_s: float | None) -> list[Any]:
+    """Return what the ranks of `outcome` left in `folder`, by rank, or raise what the first that failed raised."""
     if outcome.interrupted:
         raise KeyboardInterrupt(INTERRUPTED)
     if outcome.timed_out:
@@ -98,6 +104,7 @@ def _raise_if_failed(outcome: Outcome, folder: Path, timeout_s: float | None) ->
     cause = root_cause(outcome.exits)
     if cause is not None:
         raise_failure(cause, folder / f"{cause.rank}.pickle")
+    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(nproc)]  # noqa: S301 - our own child wrote it
 
 
 def raise_failure(cause: RankExit, path: Path) -> NoReturn:

@@ -36,8 +36,11 @@ def launch_function(fn: Callable[..., Any], *args: Any, nproc: int = 2, **kwargs
 
 
 def _may_fork_here() -> bool:
-    """Whether children of this process would be sound: one thread, CUDA untouched, no process group of its own."""
-    if not sys.platform.startswith("linux") or threading.active_count() > 1:
+    """Whether children of this process would be sound: one thread, CUDA untouched, no process group of its own.
+
+    MLX computes in a thread that Python does not count, and a fork without it waits for ever.
+    """
+    if not sys.platform.startswith("linux") or threading.active_count() > 1 or "mlx.core" in sys.modules:
         return False
     torch: Any = sys.modules.get("torch")
     if torch is None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import JobError
+from shardwise.job.engine import is_mlx
 from shardwise.parallel.blocks import find_blocks
 from shardwise.parallel.skeleton import skeleton
 from shardwise.parallel.weight_files import open_weights
@@ -115,6 +116,8 @@ def structure(make_model: Callable[[], nn.Module], seed: int) -> tuple[nn.Module
 
 
 def _checked(model: object) -> nn.Module:
+    if is_mlx(model):
+        raise JobError("Job.model made a module of MLX, which engine torch does not train", fix="--set engine=mlx")
     if not isinstance(model, nn.Module):
         raise JobError(f"Job.model made a {type(model).__name__}", fix="return a torch.nn.Module")
     return model

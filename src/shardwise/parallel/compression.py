@@ -29,7 +29,8 @@ def compress(model: DistributedDataParallel, options: Communication) -> None:
         state = powersgd.PowerSGDState(
             model.process_group, matrix_approximation_rank=4, start_powerSGD_iter=_POWERSGD_START
         )
-        model.register_comm_hook(state, powersgd.powerSGD_hook)
+        on_device = "nccl" in dist.get_backend(model.process_group)
+        model.register_comm_hook(state, powersgd.powerSGD_hook if on_device else _powersgd_hook)
 
 
 def _unchanged_hook(_, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202 - see `compress`
@@ -50,3 +51,14 @@ def _half_hook(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, 
         return buffer.copy_(small)
 
     return work.get_future().then(widen)
+
+
+def _powersgd_hook(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202 - see `compress`
+    """Average a bucket by PowerSGD and wait for it; communicates over the group in `state`.
+
+    Its callbacks send again. nccl runs them in the order of calls; elsewhere they run when a message has come, between
+    the buckets that `backward` begins meanwhile, in an order that each rank has for itself.
+    """
+    future = powersgd.powerSGD_hook(state, bucket)
+    future.wait()
+    return future

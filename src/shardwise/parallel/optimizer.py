@@ -37,6 +37,16 @@ class Optimized:
     groups: tuple[tuple[str, ...], ...] = ()
     """Names of the parameters in each group, where its members are no longer those of `named`."""
 
+    @property
+    def kind(self) -> str:
+        """The optimizer's class, by which reports and checkpoints call it."""
+        return type(self.optimizer).__name__
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups: parameters and settings, its learning rate as "lr"."""
+        return self.optimizer.param_groups
+
     def group_names(self) -> list[list[str]]:
         """Return the names of the parameters in each of the optimizer's groups."""
         if self.groups:

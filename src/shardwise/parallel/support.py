@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from shardwise.errors import PlanError
 from shardwise.parallel.stage_plan import check_pipeline
 from shardwise.parallel.support_deepspeed import check_deepspeed
+from shardwise.parallel.support_mlx import check_mlx
 from shardwise.parallel.support_rounds import check_rounds
 from shardwise.plan.cost.holdings import uses_ddp
 
@@ -21,6 +22,9 @@ def require_supported(plan: Plan) -> None:
     if plan.engine == "deepspeed":
         check_deepspeed(plan)
         return
+    if plan.engine == "mlx":
+        check_mlx(plan)
+        return
     _check_unbuilt(plan)
     _check_precision(plan)
     _check_sharding(plan)
@@ -31,8 +35,6 @@ def require_supported(plan: Plan) -> None:
 
 
 def _check_unbuilt(plan: Plan) -> None:
-    if plan.engine != "torch":
-        raise PlanError(f"plan engine = {plan.engine!r} is not built yet", fix="leave it at its default")
     if "nvme" in (plan.offload.parameters, plan.offload.optimizer):
         raise PlanError(
             "plan offloads to nvme, which engine torch does not", fix='use "cpu", or --set engine=deepspeed'

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.errors import PlanError, nearest
+from shardwise.job.engine import engine_of
 from shardwise.job.overrides import literal, replace_at
 from shardwise.plan.batch import fill_pipeline, split_batch
 from shardwise.plan.plan import Plan, Precision
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardwise.job import Job
+    from shardwise.job.engine import MadeFor
     from shardwise.plan.model.forms import Model
     from shardwise.plan.plan import DType
 
@@ -30,11 +32,17 @@ BATCH_KEYS = ("micro_batch", "accumulation")
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What settling must know of the device: its kind, and whether it computes in bf16."""
+    """What settling must know of the device: its kind, whether it computes in bf16, and whether MLX runs it."""
 
     kind: Literal["cpu", "cuda"] = "cpu"
     has_bf16: bool = False
     name: str = "CPU"
+    engine: MadeFor = "torch"
+    """What the job's model is made for."""
+
+
+MLX = Device(name="MLX", engine="mlx")
+"""What MLX computes on, its GPU on Apple silicon; torch keeps count on the CPU."""
 
 
 def settle(
@@ -53,6 +61,7 @@ def settle(
     overrides = dict(overrides or {})
     plan, searched = _named(spec, world_size, device, choose)
     plan = _apply_overrides(plan, {key: value for key, value in overrides.items() if key not in BATCH_KEYS})
+    plan = with_engine(plan, device.engine)
     if plan.layout.world_size != world_size:
         raise PlanError(
             f"plan {plan.layout} is for {plan.layout.world_size} ranks, the world has {world_size}",
@@ -60,6 +69,23 @@ def settle(
         )
     batch_overrides = {key: overrides[key] for key in BATCH_KEYS if key in overrides}
     return _settle_batch(plan, batch_size, batch_overrides, fixed=searched or spec.endswith(".toml"))
+
+
+def with_engine(plan: Plan, made_for: MadeFor) -> Plan:
+    """Return a plan with the engine that the job's model is made for, unless someone has said which to take."""
+    if made_for == "torch" or plan.engine != "torch" or "engine" in plan.sources:
+        return plan
+    return dataclasses.replace(
+        plan, engine=made_for, sources={**plan.sources, "engine": "auto: the model is an mlx.nn.Module"}
+    )
+
+
+def with_engine_of(plan: Plan, job: Job) -> Plan:
+    """Return a plan with the engine of the job's model, which is looked at where nobody has said, and only once."""
+    if plan.engine != "torch" or "engine" in plan.sources:
+        return plan
+    found = with_engine(plan, engine_of(job))
+    return dataclasses.replace(found, sources={"engine": "auto: the model is no mlx.nn.Module", **found.sources})
 
 
 def searching(job: Job, describe: Callable[[Job, DType], Model], accepts: Callable[[Plan], None]) -> Chooser:
@@ -82,6 +108,8 @@ def _named(spec: str, world_size: int, device: Device, choose: Chooser | None) -
         return read_plan(Path(spec)), False
     if spec != "auto":
         return _preset(spec, f"preset {spec}", world_size, device), False
+    if device.engine == "mlx":
+        return _preset("ddp", "auto: MLX trains replicas", world_size, device), False
     if device.kind == "cpu" or choose is None:
         return _preset("ddp", "auto: the simplest, on a CPU", world_size, device), False
     plan, why = choose(world_size)
@@ -105,7 +133,7 @@ def choose_precision(device: Device) -> tuple[Precision, str]:
     """Return the dtypes for a device, and why: bf16 where it has it, fp16 with scaling else, fp32 on CPU."""
     compute: DType
     if device.kind == "cpu":
-        compute, reason = "fp32", "auto: CPU computes in fp32"
+        compute, reason = "fp32", f"auto: {device.name} computes in fp32"
     elif device.has_bf16:
         compute, reason = "bf16", f"auto: {device.name} has bf16"
     else:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from zlib_ng import zlib_ng
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch.optim import Optimizer
+    from collections.abc import Mapping, Sequence
 
 _BLOCK = 1 << 22
 """Elements at once on a GPU: their products take 32 MiB for a moment."""
@@ -50,14 +48,14 @@ def combined(prints: Sequence[int]) -> int:
     return zlib_ng.crc32(b"".join(value.to_bytes(8, "little", signed=True) for value in prints))
 
 
-def settings_print(optimizer: Optimizer) -> int:
+def settings_print(groups: Sequence[Mapping[str, Any]]) -> int:
     """Return a fingerprint of the numbers and words in an optimizer's groups, such as its learning rate."""
     plain = (int, float, str, tuple)
-    groups = [
+    settings = [
         sorted((key, value) for key, value in group.items() if key != "params" and isinstance(value, plain))
-        for group in optimizer.param_groups
+        for group in groups
     ]
-    return zlib_ng.crc32(repr(groups).encode())
+    return zlib_ng.crc32(repr(settings).encode())
 
 
 def mixed_sum(bits: Tensor, factors: Tensor) -> Tensor:

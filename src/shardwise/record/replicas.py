@@ -71,7 +71,7 @@ class _Watch:
             self._before[id(optimizer)] = {
                 "before": values if step == 1 else combined(values),
                 "gradients": combined(fingerprints(gradients)),
-                "settings": settings_print(optimizer),
+                "settings": settings_print(optimizer.param_groups),
             }
 
     def _look_after(self, optimizer: Optimizer, *_: Any) -> None:

@@ -13,6 +13,7 @@ from shardwise.record.asked import take_asked
 from shardwise.record.deterministic import be_deterministic
 from shardwise.record.functional import record_functional
 from shardwise.record.imports import when_imported
+from shardwise.record.mlx_calls import WAITS, record_steps
 from shardwise.record.replicas import record_replicas
 from shardwise.record.torch_calls import record_batches, record_collectives
 from shardwise.run.calls import CallRing
@@ -47,6 +48,7 @@ def start_record(run: RunDirectory, rank: int, world_size: int) -> None:
         {
             _C10D: lambda: _record(ring, world_size),
             "torch.utils.data.dataloader": lambda: record_batches(ring),
+            WAITS: lambda: record_steps(ring, world_size, sys.modules[WAITS]),
         }
     )
 

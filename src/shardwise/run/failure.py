@@ -15,12 +15,13 @@ from shardwise.errors import ShardwiseError
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Words with which torch, gloo and NCCL say that somebody else went away: never a root cause. Anchored on the
+# Words with which torch, gloo, NCCL, MPI and MLX say that somebody else went away: never a root cause. Anchored on the
 # transport, since a user's own socket may be reset too.
 PEER_LOST = re.compile(
     r"Connection closed by peer|Connection reset by peer|gloo.*(?:transport|Timed out|unbound_buffer)"
     r"|NCCL.*(?:remote process exited|unhandled system error|Abort)|Broken pipe.*store|recvValue failed"
-    r"|DistNetworkError|DistStoreError|failed to recv",
+    r"|DistNetworkError|DistStoreError|failed to recv|\[ring\] connection to a peer was lost"
+    r"|waited \S+ s for the other ranks",
     re.DOTALL,
 )
 _PEER_ERRORS = (RuntimeError, ConnectionError)

@@ -88,7 +88,7 @@ KNOWN_ERRORS = (
     _error(
         "peer lost",
         r"(gloo|nccl|store)[\s\S]*(Connection (closed|reset) by|remote process exited|Broken pipe)"
-        r"|Connection (closed|reset) by[\s\S]*(gloo|nccl|store)",
+        r"|Connection (closed|reset) by[\s\S]*(gloo|nccl|store)|\[ring\] connection to a peer was lost",
         "another rank, or its machine, went away while this one talked to it",
         "look at the rank that ended first, in this run's logs and on its machine (dmesg, out of memory, preemption);"
         " this rank is not the cause",

@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch import nn
     from torch.optim import Optimizer
 
-    from shardwise.parallel.gradsync import GradSync
     from shardwise.parallel.optimizer import Optimized
 
 Forms = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -29,19 +26,20 @@ class Held(NamedTuple):
     """Of parameters, in the dtype they are trained in."""
     states: dict[str, Tensor]
     """Of the optimizer, as PARAMETER/KEY."""
-    outer: Mapping[str, Tensor] = MappingProxyType({})
-    """Of what brings replicas together that train on their own, as KEY/PARAMETER."""
+    buffers: Mapping[str, Tensor] = MappingProxyType({})
+    """That a state dict has."""
+    update: Mapping[str, Tensor] = MappingProxyType({})
+    """Of the update (a loss scale), and of what brings replicas together that train on their own, as KEY/PARAMETER."""
 
 
-def held_by(named: Iterable[tuple[str, nn.Parameter]], optimized: Optimized, sync: GradSync) -> Held:
-    """Return what the model and its optimizer hold; no copies, no communication."""
-    states = {
+def states_of(optimized: Optimized) -> dict[str, Tensor]:
+    """Return an optimizer's states as PARAMETER/KEY; no copies, no communication."""
+    return {
         f"{name}/{key}": value
         for name, parameter in optimized.named
         for key, value in optimized.optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor)
     }
-    return Held({name: parameter.detach() for name, parameter in named}, states, sync.state())
 
 
 def make_states(optimized: Optimized, saved: Forms) -> None:

@@ -9,22 +9,23 @@ from shardwise.parallel.apply import unwrap
 from shardwise.parallel.batch_norm import batch_norms
 from shardwise.parallel.fused_loss import deferred_in_evaluation, deferring_heads, with_logits
 from shardwise.parallel.keyed_masks import KeyedMasks
-from shardwise.step.held import held_by, make_states
+from shardwise.step.held import Held, make_states, states_of
+from shardwise.step.module_step import ModuleStep
 from shardwise.step.step import NOTHING, StepReport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
 
     from shardwise.data.feed import MicroBatch, StepBatch
     from shardwise.job import Job, Metric
-    from shardwise.step.held import Forms, Held
+    from shardwise.step.held import Forms
     from shardwise.step.step import StepParts
 
 
-class OptimizerStep:
+class OptimizerStep(ModuleStep):
     """A step's parts, and its beginning and end; what lies between, the gradients, is the kind's own."""
 
     def __init__(self, job: Job, model: nn.Module, parts: StepParts) -> None:
@@ -54,13 +55,11 @@ class OptimizerStep:
         """Elements of the parameters that this rank has a part in, a cut one as a whole."""
         return sum(parameter.numel() for _, parameter in self.named_parameters())
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what this rank holds of the model, under the names of the user's own module."""
-        raise NotImplementedError
-
     def held(self) -> Held:
         """Return the values and optimizer states of this rank; no communication."""
-        return held_by(self.named_parameters(), self.optimized, self._sync)
+        values = {name: parameter.detach() for name, parameter in self.named_parameters()}
+        update = {**self.update.state(), **self._sync.state()}
+        return Held(values, states_of(self.optimized), self.saved_buffers(), update)
 
     def room(self, saved: Forms) -> Held:
         """Return tensors to be filled, with the optimizer states in `saved`: those that are trained."""

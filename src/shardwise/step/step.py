@@ -14,8 +14,8 @@ from shardwise.step.marks import Mark, nobody
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    import torch.distributed as dist
     from torch import Tensor, nn
-    from torch.optim import Optimizer
 
     from shardwise.data.cursor import Cursor
     from shardwise.data.feed import Feed, MicroBatch, StepBatch
@@ -99,13 +99,14 @@ class StepParts(Surroundings):
 
 
 class Step(Protocol):
-    """One optimizer step under any strategy; the mode is chosen once, at build."""
+    """One optimizer step under any strategy and any engine; the mode is chosen once, at build."""
 
     feed: Feed
-    model: nn.Module
-    optimizer: Optimizer
+    model: Any
+    """The user's own module as it is trained: torch's under its strategy, or another engine's."""
+    optimizer: Any
+    """The engine's own."""
     optimized: Optimized
-    update: Update
     length: Length
     origin: str
     """Where the first weights came from, in words."""
@@ -127,14 +128,50 @@ class Step(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield what this rank holds of the model, under the names of the user's own module."""
 
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the buffers whose values count on this rank, by name."""
+
+    def common_buffers(self, *, broadcast: bool) -> dict[str, Tensor]:
+        """Return the buffers that ranks hold alike; with `broadcast` some are equal only in forward."""
+
+    def tied(self) -> dict[str, str]:
+        """Return the other names of shared parameters, each with the one it is saved under."""
+
     def held(self) -> Held:
-        """Return the values and optimizer states of this rank; may communicate, on every rank."""
+        """Return the values and optimizer states of this rank, to be read; may communicate, on every rank."""
 
     def room(self, saved: Forms) -> Held:
-        """Return tensors to be filled, with the optimizer states in `saved`; `optimized.refresh` takes them over."""
+        """Return tensors to be filled, with the optimizer states in `saved`; `optimized.refresh` takes them over.
+
+        What is not filled keeps the value it has.
+        """
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """Communicate over the world to return the state dict of the user's own model on rank 0, {} elsewhere."""
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of a step while they are summed and not yet used; may communicate, on every rank."""
 
+    def own_gradients(self) -> dict[str, Tensor]:
+        """Return this rank's own part of them; no communication."""
+
+    def put_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Replace this rank's own gradients before they are used."""
+
+    def evaluating(self, readers: dist.ProcessGroup | None) -> AbstractContextManager[None]:
+        """Put the model into evaluation, with one set of buffers for all readers; communicates over their group."""
+
     def measure(self, micro_batch: MicroBatch, measures: Mapping[str, Metric]) -> dict[str, float]:
         """Return sum (name) and count (name/count) of each measure over real rows, {} where others know them."""
+
+    def random_state(self) -> dict[str, Tensor]:
+        """Return the states, as bytes, of the generators that a step draws from, by name."""
+
+    def set_random_state(self, states: Mapping[str, Tensor]) -> None:
+        """Go on drawing where `random_state` was called; of another engine's, what is known is taken."""
+
+    def seed(self, number: int) -> None:
+        """Begin fresh streams of random numbers."""
+
+    def snapshot(self) -> Callable[[], None]:
+        """Keep this moment's values, states and streams, but no number; returns what brings them back."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +32,7 @@ from shardwise.parallel.stages import count_layers, find_layers, split_stages
 from shardwise.parallel.support import require_supported, uses_ddp
 from shardwise.parallel.tensor_rules import find_rules
 from shardwise.parallel.weights import share_values
+from shardwise.plan import with_engine_of
 from shardwise.step.captured import plain_step
 from shardwise.step.marks import nvtx_ranges, tell
 from shardwise.step.pipeline import PipelineStep
@@ -70,19 +72,16 @@ def build_step(
     `first_step` is where in the stream of samples to begin, for a training that goes on; `mark(phase, step)` is told
     when data, forward, backward and optimizer begin, on the host.
     """
+    plan = with_engine_of(plan, job)
     check_fit(job, plan, world)
+    surround = partial(_surround, job, plan, world, first_step=first_step, before_update=before_update, mark=mark)
+    if plan.engine == "mlx":
+        from shardwise.engines.mlx.build import build_mlx_step  # an extra: imported for its own jobs alone
+
+        return build_mlx_step(job, plan, world, surround(fill=False), note=note)
     place = find_place(plan, world)
     blueprint = draw_up(job, plan, world)
-    # On the host and by itself: its collectives run a step ahead of, and so beside, those of the model.
-    feed_group = world.axis_group(plan.layout, ("replicate", "shard"), on_host=True)
-    feed, length = _make_feed(job, plan, world, feed_group, first_step, fill=not foreign_batch_norms(blueprint.module))
-    around = Surroundings(
-        feed=feed,
-        length=length,
-        first_step=first_step,
-        before_update=before_update,
-        mark=tell(mark, nvtx_ranges()),
-    )
+    around = surround(fill=not foreign_batch_norms(blueprint.module))
     seed = job.seed + 1 + plan.layout.draw_index(world.rank)
     if plan.engine == "deepspeed":
         step = build_deepspeed_step(job, plan, place, blueprint, around, local_rank=world.local_rank)
@@ -93,7 +92,7 @@ def build_step(
     named = [item for part in stages_of(model) for item in part.named_parameters()]
     trainable = _trainable(named)
     inner = gradient_sync(model, plan, place)
-    sync = by_rounds(inner, model, trainable, plan=plan, place=place, ends_round=length.syncs_after)
+    sync = by_rounds(inner, model, trainable, plan=plan, place=place, ends_round=around.length.syncs_after)
     parts = StepParts(
         optimized=make_optimizer(
             job.optimizer,
@@ -111,6 +110,29 @@ def build_step(
     if cut is None:
         return plain_step(job, model, parts, plan=plan, note=note)
     return PipelineStep(job, stages_of(model), parts, cut=cut, plan=plan, place=place)  # type: ignore[arg-type]
+
+
+def _surround(
+    job: Job,
+    plan: Plan,
+    world: World,
+    *,
+    fill: bool,
+    first_step: int,
+    before_update: Callable[[], None] | None,
+    mark: Mark | None,
+) -> Surroundings:
+    """Return what the step is told of besides its model; communicates to join the readers."""
+    # On the host and by itself: its collectives run a step ahead of, and so beside, those of the model.
+    feed_group = world.axis_group(plan.layout, ("replicate", "shard"), on_host=True)
+    feed, length = _make_feed(job, plan, world, feed_group, first_step, fill=fill)
+    return Surroundings(
+        feed=feed,
+        length=length,
+        first_step=first_step,
+        before_update=before_update,
+        mark=tell(mark, nvtx_ranges()),
+    )
 
 
 def _make_feed(
@@ -264,6 +286,11 @@ def check_fit(job: Job, plan: Plan, world: World) -> None:
         raise PlanError(
             f"plan {plan.layout} has stages on GPUs, and gloo sends no GPU tensors", fix="use --backend nccl"
         )
+    if plan.engine == "mlx" and world.device.type != "cpu":
+        raise PlanError(
+            f"the world is on {world.device.type}, and engine mlx takes its samples from the host",
+            fix="use sw.world(device='cpu')",
+        )
     if plan.layout.world_size != world.size:
         raise PlanError(
             f"plan {plan.layout} is for {plan.layout.world_size} ranks, the world has {world.size}",
@@ -277,8 +304,10 @@ def check_fit(job: Job, plan: Plan, world: World) -> None:
         )
     if plan.layout.cp > 1:
         check_token_loss(job)
-    if job.lora is not None and plan.engine == "deepspeed":
-        raise PlanError("engine deepspeed trains no adapters here", fix="use --set engine=torch, or leave Job.lora out")
+    if job.lora is not None and plan.engine != "torch":
+        raise PlanError(
+            f"engine {plan.engine} trains no adapters here", fix="use --set engine=torch, or leave Job.lora out"
+        )
     if job.masks == "keyed" and (plan.engine != "torch" or plan.compile != "none"):
         raise PlanError(
             f"masks are keyed, and engine {plan.engine} with compile = {plan.compile} draws its own",

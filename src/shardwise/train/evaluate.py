@@ -11,13 +11,11 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from shardwise.data.feed import MicroBatch
 from shardwise.data.loaders import ReaderShare, dataset_length
 from shardwise.data.rows import fill_rows, move, num_rows
-from shardwise.parallel.apply import unwrap
 from shardwise.train.reading import token_cut
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import nn
     from torch.utils.data import Dataset
 
     from shardwise.job import Job
@@ -30,31 +28,16 @@ def evaluate(job: Job, plan: Plan, world: World, *, step: Step, dataset: Dataset
     """Return the loss and metrics over the whole dataset; communicates over the world, on every rank."""
     measures = {"loss": job.loss, **job.metrics}
     sums = dict.fromkeys([*measures, *(f"{name}/count" for name in measures)], 0.0)
-    module = unwrap(step.model)
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    share_buffers(module, world.axis_group(plan.layout, ("replicate", "shard")))
     tells = plan.layout.tells_loss(world.rank)
     counts = tells and plan.layout.coordinate(world.rank).cp == 0  # slices have sums of their own, and one count
-    for micro_batch in _micro_batches(job, plan, world, dataset):
-        found = step.measure(micro_batch, measures)
-        for name, value in found.items():
-            if counts or (tells and not name.endswith("/count")):
-                sums[name] += value
-    for part, was_training in modes:  # one by one: some may have been frozen in eval mode by the user
-        part.training = was_training
+    with step.evaluating(world.axis_group(plan.layout, ("replicate", "shard"))):
+        for micro_batch in _micro_batches(job, plan, world, dataset):
+            found = step.measure(micro_batch, measures)
+            for name, value in found.items():
+                if counts or (tells and not name.endswith("/count")):
+                    sums[name] += value
     totals = world.sum(sums)
     return {name: totals[name] / max(1.0, totals[f"{name}/count"]) for name in measures}
-
-
-def share_buffers(module: nn.Module, readers: dist.ProcessGroup | None) -> None:
-    """Give every reader the buffers of the first; communicates over the group.
-
-    Local batch statistics differ by rank, and one model is evaluated, not one per rank.
-    """
-    if readers is not None:
-        for buffer in module.buffers():
-            dist.broadcast(buffer, group=readers, group_src=0)
 
 
 def _micro_batches(job: Job, plan: Plan, world: World, dataset: Dataset[Any]) -> Iterator[MicroBatch]:

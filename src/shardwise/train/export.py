@@ -6,26 +6,23 @@ import os
 import secrets
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint.adapters import merge_state
 from shardwise.checkpoint.agreement import nothing_more, together
 from shardwise.checkpoint.convert_peft import write_adapters
 from shardwise.checkpoint.disk import remove_whole
 from shardwise.errors import JobError
+from shardwise.job.engine import is_mlx
 from shardwise.job.lora import is_adapter
-from shardwise.parallel.adapters import adapted as adapted_parts
 from shardwise.parallel.apply import stages_of
-from shardwise.parallel.gather import full_state_dict, full_values
-from shardwise.parallel.tensor_rules import is_transposed
+from shardwise.parallel.gather import full_values
+from shardwise.step.whole import adapter_facts, from_all, whole_weights
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-T = TypeVar("T")
 
 
 def export(model: nn.Module, path: Path | str) -> None:
@@ -35,14 +32,17 @@ def export(model: nn.Module, path: Path | str) -> None:
     `torch.load(path, weights_only=True)` reads it without shardwise. The file appears whole or not at all, replacing
     one that is there; if it cannot be written, every rank raises the same CheckpointError.
     """
+    if is_mlx(model):
+        raise JobError(
+            "export writes models of torch, and this one is MLX's",
+            fix='use model.save_weights("model.safetensors"), or weights.pt of the run',
+        )
+    write_weights(whole_weights(model), path)
+
+
+def write_weights(weights: dict[str, Tensor], path: Path | str) -> None:
+    """Write rank 0's whole weights to `path` as `export` does; called on every rank, communicates over the world."""
     path = Path(path)
-    weights = full_state_dict(model)
-    for alias, name in _tied(model).items():
-        if alias in weights:
-            weights[alias] = weights[name]  # one memory, so one copy in the file
-    lora = adapter_facts(model)
-    if lora is not None:
-        weights = merge_state(weights, lora)
     group = dist.group.WORLD if dist.is_initialized() else None
     together(group, f"exporting {path}", lambda: _write(weights, path) if weights else None, nothing_more)
 
@@ -61,7 +61,7 @@ def export_adapters(model: nn.Module, folder: Path | str, *, base: str | None = 
         item for stage in stages_of(model) for item in stage.named_parameters() if is_adapter(item[0])
     )
     names = [name for stage in stages_of(model) for name in stage.state_dict(keep_vars=True) if not is_adapter(name)]
-    frozen = [name for theirs in _from_all(names) for name in theirs]
+    frozen = [name for theirs in from_all(names) for name in theirs]
     group = dist.group.WORLD if dist.is_initialized() else None
 
     def write() -> None:
@@ -75,36 +75,6 @@ def export_adapters(model: nn.Module, folder: Path | str, *, base: str | None = 
             shutil.rmtree(draft, ignore_errors=True)
 
     together(group, f"exporting {folder}", write if trained else lambda: None, nothing_more)
-
-
-def adapter_facts(model: nn.Module) -> dict[str, Any] | None:
-    """Communicate over the world to say what the adapters of a model are (Lora.facts), None without; on every rank."""
-    found = [item for stage in stages_of(model) for item in adapted_parts(stage)]
-    mine = (found[0][1].lora if found else None, [name for name, part in found if is_transposed(part)])
-    everyone = _from_all(mine)
-    lora = next((own for own, _ in everyone if own is not None), None)
-    return None if lora is None else lora.facts({name for _, names in everyone for name in names})
-
-
-def _from_all(mine: T) -> list[T]:
-    """Return what every rank hands in; communicates over the world."""
-    if not dist.is_initialized() or dist.get_backend() == "fake":
-        return [mine]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
-
-
-def _tied(model: nn.Module) -> dict[str, str]:
-    """Return the names under which this rank's model has a weight that an earlier name has too."""
-    tied = {}
-    for stage in stages_of(model):
-        first: dict[int, str] = {}
-        for name, value in stage.state_dict(keep_vars=True).items():
-            original = first.setdefault(id(value), name)
-            if original != name:
-                tied[name] = original
-    return tied
 
 
 def _write(weights: dict[str, Tensor], path: Path) -> None:

@@ -6,11 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
-from shardwise.parallel.gather import own_buffers
 from shardwise.parallel.gradsync import local
 from shardwise.record.fingerprint import fingerprints
+from shardwise.step.snapshot import on_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,28 +46,25 @@ def repeat_step(step: Step, batch: StepBatch, tap: GradientTap, name: str) -> Re
 
     A rank that does not hold the tensor takes part. Costs two steps, and their state and gradients on the host.
     """
-    parameters = dict(step.named_parameters())
-    watched = parameters.get(name, dict(own_buffers(step.model)).get(name))
-    kept: list[tuple[Tensor, Tensor]] = []
+    kept: dict[str, Tensor] = {}
     gradients: list[int] = []
     values: list[int] = []
 
     def look() -> None:
-        found = [local(parameter.grad) for parameter in parameters.values() if parameter.grad is not None]
-        if name in parameters and (gradient := parameters[name].grad) is not None:
-            gradients.extend(fingerprints([local(gradient)]))
+        found = step.own_gradients()
+        if name in found:
+            gradients.extend(fingerprints([found[name]]))
         if not kept:
-            kept.extend((gradient, _on_host(gradient)) for gradient in found)
+            kept.update({each: on_host(gradient) for each, gradient in found.items()})
         else:
-            for gradient, (_, first) in zip(found, kept, strict=True):
-                gradient.copy_(first)
+            step.put_gradients(kept)
 
     tap.look = look
     try:
-        with _kept_state(step) as restore:
+        with _set_back(step) as restore:
             for _ in range(2):
                 step(batch)
-                values += fingerprints([local(watched)]) if watched is not None else [0]
+                values += _value_prints(step, name)
                 restore()
     finally:
         tap.look = None
@@ -78,38 +73,13 @@ def repeat_step(step: Step, batch: StepBatch, tap: GradientTap, name: str) -> Re
 
 
 @contextmanager
-def _kept_state(step: Step) -> Iterator[Callable[[], None]]:
+def _set_back(step: Step) -> Iterator[Callable[[], None]]:
     """Set a step back by one and yield what brings back its state of now; afterwards all is as it was."""
-    tensors = [parameter.detach() for _, parameter in step.named_parameters()]
-    tensors += [buffer for _, buffer in step.model.named_buffers()]
-    tensors += step.update.state().values()
-    states = step.optimizer.state
-    tensors += [value for state in states.values() for value in state.values() if isinstance(value, torch.Tensor)]
-    known = {parameter: set(state) for parameter, state in states.items()}
-    plain = {
-        parameter: {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
-        for parameter, state in states.items()
-    }
-    pairs = [(local(tensor), _on_host(local(tensor))) for tensor in tensors]
-    random = torch.get_rng_state()
-    on_device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    put_back = step.snapshot()
     number = step.number
 
-    @torch.no_grad()
     def restore() -> None:
-        for tensor, before in pairs:
-            tensor.copy_(before)
-        for parameter in list(states):
-            if parameter not in known:
-                del states[parameter]
-                continue
-            for key in set(states[parameter]) - known[parameter]:
-                del states[parameter][key]
-            states[parameter].update(plain[parameter])
-        step.optimized.refresh()
-        torch.set_rng_state(random)
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device)
+        put_back()
         step.number = number - 1
 
     step.number = number - 1
@@ -120,5 +90,7 @@ def _kept_state(step: Step) -> Iterator[Callable[[], None]]:
         step.number = number
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
+def _value_prints(step: Step, name: str) -> list[int]:
+    """Return the fingerprint of this rank's part of a tensor, 0 where it holds none."""
+    value = {**step.buffers(), **dict(step.named_parameters())}.get(name)
+    return fingerprints([local(value.detach())]) if value is not None else [0]

@@ -7,13 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
 
 from shardwise.data.rows import tensors
 from shardwise.errors import TrainingError
 from shardwise.layout.layout import AXES
-from shardwise.parallel.batch_norm import BatchNorm
-from shardwise.parallel.gather import own_buffers
 from shardwise.parallel.gradsync import local
 from shardwise.parallel.support import uses_ddp
 from shardwise.record.fingerprint import combined, fingerprints, settings_print
@@ -115,7 +112,7 @@ class Replicas:
         """Repeat the step and compare what went into it; communicates over the world, on every rank."""
         samples = combined(fingerprints([each for micro in batch.micro_batches for each in tensors(micro.batch)]))
         repeated = repeat_step(step, batch, self.tap, copies.name)
-        everyone = self._gather((repeated, samples, settings_print(step.optimizer)))
+        everyone = self._gather((repeated, samples, settings_print(step.optimized.param_groups)))
         there = {rank: everyone[rank] for rank in copies.prints}
         gradients = {rank: run.gradients for rank, (run, _, _) in there.items()}
         has_gradient = any(pair is not None for pair in gradients.values())
@@ -141,15 +138,9 @@ def _replicated(step: Step, plan: Plan) -> Iterator[tuple[str, Axes, Tensor]]:
     for name, parameter in step.named_parameters():
         if axes := replica_axes(parameter, plan.layout.folded):
             yield name, axes, local(parameter.detach())
-    # Statistics of the rows of one rank differ by design, and DDP may make buffers equal only in forward.
-    norms = [module for module in step.model.modules() if isinstance(module, _NormBase)]
-    shared = [norm for norm in norms if isinstance(norm, BatchNorm) and norm.group is not None]
-    synced = {id(buffer) for norm in shared for buffer in norm.buffers()}
-    own = {id(buffer) for norm in norms for buffer in norm.buffers()} - synced
     broadcast = plan.communication.broadcast_buffers and uses_ddp(plan)
-    for name, buffer in own_buffers(step.model):
-        axes = replica_axes(buffer, plan.layout.folded)
-        if axes and (id(buffer) in synced or not (broadcast or id(buffer) in own)):
+    for name, buffer in step.common_buffers(broadcast=broadcast).items():
+        if axes := replica_axes(buffer, plan.layout.folded):
             yield name, axes, local(buffer.detach())
 
 

@@ -48,7 +48,7 @@ def start_report(job: Job, plan: Plan, world: World, step: Step) -> dict[str, An
             ["length", f"{length.num_steps} steps", length.source],
             ["weights", step.origin, "job" if job.weights is not None else "model"],
             ["precision", str(plan.precision), plan.source("precision")],
-            ["optimizer", _kind(step.optimizer), "job"],
+            ["optimizer", _kind(step), "job"],
             ["learning rate", " · ".join(f"{rate:.2g} at {at}" for at, rate in rates.items()), _words(job.schedule)],
             ["batch norm", plan.batch_norm, plan.source("batch_norm")],
             *_adapters(job, num_trained),
@@ -103,7 +103,11 @@ def sync_trade(plan: Plan, num_trained: int) -> str:
 
 
 def _shown(value: object) -> str:
-    """A section as its fields, anything else as itself."""
+    """A section as its fields, engine mlx with its version and device, anything else as itself."""
+    if value == "mlx":
+        from shardwise.engines.mlx.words import engine_words
+
+        return engine_words()
     if not dataclasses.is_dataclass(value):
         return str(value)
     return ", ".join(f"{field.name} {getattr(value, field.name)}" for field in dataclasses.fields(value))
@@ -116,11 +120,11 @@ def _on_all_stages(mine: int, plan: Plan, world: World) -> int:
     return round(world.sum({"parameters": mine})["parameters"] * plan.layout.pp / world.size)
 
 
-def _kind(optimizer: object) -> str:
+def _kind(step: Step) -> str:
     """An optimizer's class, and which of torch's kinds of it was chosen."""
-    defaults: dict[str, object] = getattr(optimizer, "defaults", {})
+    defaults: dict[str, object] = getattr(step.optimizer, "defaults", {})
     chosen = [kind for kind in ("fused", "foreach") if defaults.get(kind)]
-    return ", ".join([type(optimizer).__name__, *chosen])
+    return ", ".join([step.optimized.kind, *chosen])
 
 
 def _words(schedule: object) -> str:

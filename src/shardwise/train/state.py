@@ -12,8 +12,7 @@ from torch import Tensor
 from shardwise.checkpoint.contents import MODEL, OPTIMIZER
 from shardwise.errors import JobError
 from shardwise.job.lora import facts_of
-from shardwise.parallel.apply import stages_of
-from shardwise.train.export import adapter_facts
+from shardwise.step.whole import adapter_facts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +33,7 @@ def state_tensors(step: Step, replica: int = 0) -> dict[str, Tensor]:
     their own have equal weights when they have met, and optimizers of their own: those of all but the first are in
     update/replicaN/PARAMETER/KEY.
     """
-    return _named(step, step.held(), _states_of(replica))
+    return _named(step.held(), _states_of(replica))
 
 
 def make_room(step: Step, saved: Forms, replica: int = 0) -> dict[str, Tensor]:
@@ -45,18 +44,18 @@ def make_room(step: Step, saved: Forms, replica: int = 0) -> dict[str, Tensor]:
     own = _states_of(replica)
     prefix = own if any(name.startswith(own) for name in saved) else OPTIMIZER
     states = {name.removeprefix(prefix): form for name, form in saved.items() if name.startswith(prefix)}
-    return _named(step, step.room(states), prefix)
+    return _named(step.room(states), prefix)
 
 
 def _states_of(replica: int) -> str:
     return f"{UPDATE}replica{replica}/" if replica else OPTIMIZER
 
 
-def _named(step: Step, held: Held, states: str) -> dict[str, Tensor]:
+def _named(held: Held, states: str) -> dict[str, Tensor]:
     tensors = {f"{MODEL}{name}": value for name, value in held.values.items()}
-    tensors |= {f"{MODEL}{name}": buffer for name, buffer in _persistent_buffers(step)}
+    tensors |= {f"{MODEL}{name}": buffer for name, buffer in held.buffers.items()}
     tensors |= {f"{states}{name}": value for name, value in held.states.items()}
-    return tensors | {f"{UPDATE}{key}": value for key, value in {**step.update.state(), **held.outer}.items()}
+    return tensors | {f"{UPDATE}{key}": value for key, value in held.update.items()}
 
 
 def state_facts(job: Job, plan: Plan, world: World, step: Step) -> dict[str, Any]:
@@ -71,10 +70,10 @@ def state_facts(job: Job, plan: Plan, world: World, step: Step) -> dict[str, Any
         "plan": plan_to_toml(plan),
         "layout": str(plan.layout),
         "torch": str(torch.__version__),
-        "optimizer": {"class": type(step.optimizer).__name__, "groups": _groups(step, world)},
-        "tied": _tied(step),
+        "optimizer": {"class": step.optimized.kind, "groups": _groups(step, world)},
+        "tied": step.tied(),
         **_adapters(job, step),
-        "random": {str(rank): state for rank, state in enumerate(world.gather(_random_state()))},
+        "random": {str(rank): state for rank, state in enumerate(world.gather(_written(step.random_state())))},
     }
 
 
@@ -85,14 +84,14 @@ def restore_random(facts: Mapping[str, Any], plan: Plan, world: World, step: Ste
     """
     states = facts.get("random", {})
     if facts.get("layout") != str(plan.layout) or str(world.rank) not in states:
-        torch.manual_seed(hash((facts.get("seed", 0), plan.layout.draw_index(world.rank), step.number)) & (2**62 - 1))
+        step.seed(hash((facts.get("seed", 0), plan.layout.draw_index(world.rank), step.number)) & (2**62 - 1))
         return False
-    for name, text in states[str(world.rank)].items():
-        state = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-        if name == "cpu":
-            torch.set_rng_state(state)
-        elif torch.cuda.is_available():
-            torch.cuda.set_rng_state(state)
+    step.set_random_state(
+        {
+            name: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+            for name, text in states[str(world.rank)].items()
+        }
+    )
     return True
 
 
@@ -114,19 +113,7 @@ def check_same_job(facts: Mapping[str, Any], job: Job, *, number: int, num_steps
         raise JobError(f"the checkpoint is at step {number}, the job ends at {num_steps}", fix="lengthen the job")
 
 
-def _persistent_buffers(step: Step) -> list[tuple[str, Tensor]]:
-    found = []
-    for stage in stages_of(step.model):
-        foreign = getattr(stage, "foreign_buffers", ())
-        saved = stage.state_dict(keep_vars=True)
-        found += [(name, buffer) for name, buffer in stage.named_buffers() if name in saved and name not in foreign]
-    return found
-
-
-def _random_state() -> dict[str, str]:
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
+def _written(states: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}
 
 
@@ -139,17 +126,10 @@ def _groups(step: Step, world: World) -> list[dict[str, Any]]:
     """Return the optimizer's groups with the names of their parameters on all stages; communicates over the world."""
     everyone = world.gather(step.optimized.group_names())
     groups = []
-    for number, group in enumerate(step.optimizer.param_groups):
+    for number, group in enumerate(step.optimized.param_groups):
         members = [name for groups_there in everyone for name in (groups_there[number : number + 1] or [[]])[0]]
         groups.append(_plain(group) | {"params": list(dict.fromkeys(members))})
     return groups
-
-
-def _tied(step: Step) -> dict[str, str]:
-    """Return the other names of shared parameters, each with the one it is saved under."""
-    kept = {id(parameter): name for name, parameter in step.named_parameters()}
-    everywhere = (item for stage in stages_of(step.model) for item in stage.named_parameters(remove_duplicate=False))
-    return {name: kept[id(parameter)] for name, parameter in everywhere if kept[id(parameter)] != name}
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:

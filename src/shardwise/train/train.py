@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from shardwise.plan import with_engine_of
 from shardwise.run import EventLog
 from shardwise.run.keep import parse_keep
 from shardwise.run.progress import ProgressView
 from shardwise.run.recorder import Recorder
 from shardwise.run.report import write_report
 from shardwise.run.timeline import Timeline
-from shardwise.train.export import export, export_adapters
+from shardwise.train.export import export_adapters, write_weights
 from shardwise.train.loop import TrainReport, run_loop
 from shardwise.train.replicas import CHECK_EVERY, ReplicaSpec
 from shardwise.train.saving import SavingSpec
@@ -47,6 +48,7 @@ def train(
     Weights that should be equal over ranks are compared every `check_replicas` steps (0: never); where they are not,
     `on_drift` is "report" or "stop".
     """
+    plan = with_engine_of(plan, job)
     timeline = timeline or Timeline(time.time())
     view = ProgressView.on_stderr() if show_progress and world.is_main else None
     events = EventLog(run.events(world.rank) if run else None, view.show if view else None)
@@ -68,7 +70,7 @@ def train(
             mark=recorder.mark if recorder else None,
         )
         if run is not None:
-            export(step.model, run.weights)
+            write_weights(step.whole_weights(), run.weights)
             if job.lora is not None:
                 export_adapters(step.model, run.adapter, base=job.weights)
         if run is not None and world.is_main:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from shardwise.job.engine import MadeFor
     from shardwise.layout import Layout
     from shardwise.plan import Plan
     from shardwise.verify.prepare import Preparation
@@ -53,6 +54,10 @@ class Bench:
     batch_size: int
     folder: Path
     timeout_s: float
+    backend: str = "gloo"
+    """Of plans on several ranks; one process needs none."""
+    made_for: MadeFor = "torch"
+    """Whose module the job's model is."""
     _ones: dict[tuple[Exact, Variant, int], Record] = field(default_factory=dict)
     _limits: dict[Exact, dict[Kind, float]] = field(default_factory=dict)
     _number: int = 0
@@ -69,6 +74,7 @@ class Bench:
             lambda world: trace(world, preparation, plan, folder, variant=variant, close_up=close_up),
             plan.layout.world_size,
             timeout_s=self.timeout_s,
+            backend=self.backend,
         )
         return Record(folder=folder, traced=traced, layout=plan.layout)
 
@@ -84,7 +90,7 @@ class Bench:
         variant = variant or Variant()
         key = dtype, variant, steps or self.preparation.steps
         if key not in self._ones or close_up is not None:
-            plan = one_process(self.batch_size, dtype=dtype)
+            plan = one_process(self.batch_size, dtype=dtype, made_for=self.made_for)
             try:
                 self._ones[key] = self.run(plan, variant=variant, close_up=close_up, steps=steps)
             except InputError:
@@ -95,6 +101,17 @@ class Bench:
                     fix="mend that first: shardwise train --nproc 1",
                 ) from error
         return self._ones[key]
+
+    def exact(self, asked: Exact) -> tuple[Exact, tuple[str, ...]]:
+        """Return the dtype to compare in, with a note where it is not the one asked for: MLX lacks some of fp64."""
+        if asked == "fp32" or self.made_for == "torch":
+            return asked, ()
+        try:
+            self.one(asked)
+        except TrainingError as error:
+            reason = str(error.__cause__).splitlines()[0]
+            return "fp32", (f"compared in fp32: MLX does not train this model in fp64 ({reason})",)
+        return asked, ()
 
     def compare(self, record: Record, expected: Record, limits: Mapping[Kind, float]) -> Comparison:
         """Compare a training with one of one process."""

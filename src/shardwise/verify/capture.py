@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from shardwise.job.engine import is_mlx
 from shardwise.parallel.batch_norm import batch_norms
-from shardwise.parallel.gather import full_values, own_buffers
+from shardwise.parallel.gather import full_values
 from shardwise.parallel.gradsync import local
 from shardwise.train.build import build_step
 from shardwise.verify.double import true_double
@@ -115,15 +116,15 @@ class _Watch:
         self.seen = Traced(
             rank=world.rank,
             held=_elements(step.held().values.values()),
-            optimized=_elements(each for group in step.optimizer.param_groups for each in group["params"]),
-            has_batch_norm=bool(batch_norms(step.model)),
+            optimized=_elements(each for group in step.optimized.param_groups for each in group["params"]),
+            has_batch_norm=_has_batch_norm(step.model),
         )
         self._world = world
         self._step = step
         self._folder = folder
         self._close_up = close_up
         self._batch: StepBatch | None = None
-        self._generator = torch.get_rng_state()
+        self._streams = step.random_state()
 
     @property
     def _number(self) -> int:
@@ -133,7 +134,7 @@ class _Watch:
         """Note what is read."""
         self._batch = batch
         self.seen.rows.append(row_digests(batch))
-        self._generator = torch.get_rng_state()
+        self._streams = self._step.random_state()
 
     def gradients(self) -> None:
         """Note the gradients; communicates over the world."""
@@ -147,7 +148,8 @@ class _Watch:
 
     def after(self, report: StepReport) -> None:
         """Note what the step made; communicates over the world when the step is looked at closely."""
-        self.seen.draws_random |= not torch.equal(self._generator, torch.get_rng_state())
+        drawn = self._step.random_state()
+        self.seen.draws_random |= any(not torch.equal(drawn[name], state) for name, state in self._streams.items())
         self.seen.losses.append(float(report.loss_share))
         self.seen.loss_dtype = str(report.loss_sum.dtype).removeprefix("torch.")
         self.seen.norms.append(None if report.grad_norm is None else float(report.grad_norm))
@@ -159,7 +161,7 @@ class _Watch:
         self.seen.parameters.append(_prints(parameters))
         number = self._number
         if number in {0, self._step.length.num_steps, self._close_up}:
-            buffers = list(own_buffers(self._step.model))
+            buffers = list(self._step.buffers().items())
             self.seen.buffers = _prints(buffers)
             whole = {"parameters": full_values(parameters), "buffers": full_values(buffers)}
             self._write(values_file(self._folder, number), whole)
@@ -167,6 +169,14 @@ class _Watch:
     def _write(self, path: Path, values: Any) -> None:
         if self._world.is_main:
             torch.save(values, path)
+
+
+def _has_batch_norm(model: Any) -> bool:
+    if not is_mlx(model):
+        return bool(batch_norms(model))
+    from shardwise.verify.mlx_jobs import has_batch_norm
+
+    return has_batch_norm(model)
 
 
 def _prints(named: Iterable[tuple[str, Tensor]]) -> Prints:

@@ -23,7 +23,7 @@ from shardwise.checkpoint.disk import TEMPORARY
 from shardwise.checkpoint.names import name_of, parse_name
 from shardwise.data.rows import num_rows
 from shardwise.errors import InputError, TrainingError
-from shardwise.parallel.gather import full_values, own_buffers
+from shardwise.parallel.gather import full_values
 from shardwise.run import EventLog
 from shardwise.run.timeline import Timeline
 from shardwise.train.loop import run_loop
@@ -129,23 +129,22 @@ def live(  # noqa: PLR0917 - positions of one caller
         true_double() if plan.precision.compute == "fp64" else nullcontext(),
         folder.log(world.rank).open("wb", buffering=0) as log,
     ):
-        job = _watched(prepare_job(preparation), log, end)
+        job = _watched(prepare_job(preparation), log, end, engine=plan.engine)
         saving = SavingSpec(folder=checkpoints, every=1) if checkpoints is not None else None
         _, step = run_loop(job, plan, world, EventLog(None), Timeline(), saving_spec=saving)
-        values = {"parameter": full_values(step.held().values.items()), "buffer": full_values(own_buffers(step.model))}
+        values = {"parameter": full_values(step.held().values.items()), "buffer": full_values(step.buffers().items())}
     if world.is_main:
         torch.save(values, folder.final)
 
 
-def _watched(job: Job, log: IO[bytes], after_step: Callable[[int], None] | None) -> Job:
+def _watched(job: Job, log: IO[bytes], after_step: Callable[[int], None] | None, *, engine: str) -> Job:
     """Return the job with a loss that notes its rows, and a note of every step."""
     rows: set[str] = set()
     encode = msgspec.json.Encoder().encode
 
-    def total(output: Any, batch: Any) -> Any:
+    def look(batch: Any) -> None:
         number = num_rows(batch)
         rows.update(digest_rows(batch, number, number))
-        return job.loss.sum(output, batch)
 
     def on_step(report: StepReport) -> None:
         loss = float(report.loss_share)
@@ -163,10 +162,24 @@ def _watched(job: Job, log: IO[bytes], after_step: Callable[[int], None] | None)
 
     return dataclasses.replace(
         job,
-        loss=dataclasses.replace(job.loss, sum=total),
+        loss=dataclasses.replace(job.loss, sum=_seeing(look, job.loss.sum, engine)),
         on_step=on_step,
         data=lambda split: job.data(split) if split == "train" else None,
     )
+
+
+def _seeing(look: Callable[[Any], None], total: Callable[[Any, Any], Any], engine: str) -> Callable[[Any, Any], Any]:
+    """Return the loss `total` with a look at each batch."""
+    if engine == "mlx":
+        from shardwise.verify.mlx_jobs import seeing
+
+        return seeing(look, total)
+
+    def looked_at(output: Any, batch: Any) -> Any:
+        look(batch)
+        return total(output, batch)
+
+    return looked_at
 
 
 def _end(world: World, folder: LifeFolder, checkpoints: Path, kill: Kill) -> Callable[[int], None] | None:

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Literal
 
 from shardwise.errors import InputError
 from shardwise.job.overrides import parse_overrides
-from shardwise.plan import Device, Plan, Precision, settle
+from shardwise.plan import MLX, Device, Plan, Precision, settle, with_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from shardwise.job.engine import MadeFor
 
 Exact = Literal["fp64", "fp32"]
 
@@ -91,17 +93,18 @@ def parse_plans(text: str) -> list[str]:
     return names
 
 
-def settle_plan(text: str, *, batch_size: int, nproc: int) -> Plan:
-    """Settle SPEC+KEY=VALUE+... for a batch on this many CPU ranks."""
+def settle_plan(text: str, *, batch_size: int, nproc: int, made_for: MadeFor = "torch") -> Plan:
+    """Settle SPEC+KEY=VALUE+... for a batch on this many CPU ranks, for a model that is torch's or MLX's."""
     spec, *settings = text.split("+")
     overrides = parse_overrides(settings)
-    return settle(spec, batch_size=batch_size, world_size=nproc, device=Device(), overrides=overrides)
+    device = MLX if made_for == "mlx" else Device()
+    return settle(spec, batch_size=batch_size, world_size=nproc, device=device, overrides=overrides)
 
 
-def one_process(batch_size: int, *, dtype: Exact, accumulation: int = 1) -> Plan:
+def one_process(batch_size: int, *, dtype: Exact, accumulation: int = 1, made_for: MadeFor = "torch") -> Plan:
     """Return the plan of the process that others are compared with."""
     plan = Plan.preset("ddp", 1, batch_size=batch_size, accumulation=accumulation)
-    return in_precision(plan, dtype)
+    return with_engine(in_precision(plan, dtype), made_for)
 
 
 def in_precision(plan: Plan, dtype: Exact) -> Plan:

@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwise.errors import JobError
 from shardwise.job import Job, JobReference, load_job
+from shardwise.job.engine import is_mlx
 from shardwise.models import Decoder
 
 if TYPE_CHECKING:
@@ -46,6 +47,10 @@ def prepare_job(preparation: Preparation) -> Job:
         if not preparation.dropout and job.masks == "drawn":
             for module, name in dropouts(made):
                 setattr(module, name, 0.0)
+            if is_mlx(made):
+                from shardwise.verify.mlx_jobs import silence_dropout
+
+                silence_dropout(made)
         plain_experts(made)
         return made
 

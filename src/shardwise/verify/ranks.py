@@ -1,4 +1,4 @@
-"""Ranks for one plan after another: forks of this process that meet in a file."""
+"""Ranks for one plan after another: forks of this process that meet in a file, or ranks of mpirun."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
+
+from shardwise.bench.ranks import require_backend
+from shardwise.errors import InputError
 from shardwise.launch import run_forked
-from shardwise.world import local_world
+from shardwise.launch.mpirun import run_by_mpirun
+from shardwise.world import local_world, world
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -19,6 +24,8 @@ if TYPE_CHECKING:
     from shardwise.world import World
 
 T = TypeVar("T")
+
+BACKENDS = ("gloo", "mpi")
 
 _PRELOAD = (
     "torch._dynamo",
@@ -36,13 +43,23 @@ def preload(names: Iterable[str] = _PRELOAD) -> None:
             importlib.import_module(name)
 
 
-def on_ranks(fn: Callable[[World], T], nproc: int, *, timeout_s: float) -> list[T]:
-    """Run `fn(world)` on `nproc` forked gloo ranks on the CPU and return its results by rank.
+def require_meeting(backend: str) -> None:
+    """Refuse a backend that ranks of verify could not meet by, before any of them starts."""
+    if backend not in BACKENDS:
+        raise InputError(f"backend {backend!r}, but verify's ranks are on the CPU", fix=f"use {' or '.join(BACKENDS)}")
+    if backend == "mpi":
+        require_backend(backend)
+
+
+def on_ranks(fn: Callable[[World], T], nproc: int, *, timeout_s: float, backend: str = "gloo") -> list[T]:
+    """Run `fn(world)` on `nproc` forked gloo ranks, or on ranks of mpirun, on the CPU; return its results by rank.
 
     The first failing rank's exception is raised here, with the last line that any rank wrote as a note; else ranks
     are silent. This process must not have run tensor operations on several threads before: those threads do not
     survive a fork.
     """
+    if backend == "mpi" and nproc > 1:
+        return run_by_mpirun(lambda: _in_mpi_world(fn, timeout_s), nproc, timeout_s=timeout_s)
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
         folder = Path(name)
 
@@ -57,6 +74,13 @@ def on_ranks(fn: Callable[[World], T], nproc: int, *, timeout_s: float) -> list[
             lines = [line for log in sorted(folder.glob("*.log")) for line in log.read_text().splitlines() if line]
             error.add_note(f"last words: {lines[-1] if lines else 'none'}")
             raise
+
+
+def _in_mpi_world(fn: Callable[[World], T], timeout_s: float) -> T:
+    """Communicate over a world of its own, called on every rank that mpirun started."""
+    torch.set_num_threads(1)  # as forks have it
+    with world(backend="mpi", device="cpu", timeout_s=timeout_s) as here:
+        return fn(here)
 
 
 def _write_to(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,7 @@ def judge_resume(bench: Bench, name: str, plan: Plan, names: Sequence[str], prec
     kills = choose_kills(name, bench.preparation.steps)
     one = bench.one(precision).traced[0]
     plan = in_precision(plan, precision)
-    targets = _other_worlds(name, plan, names, batch_size=bench.batch_size, has_batch_norm=one.has_batch_norm)
+    targets = _other_worlds(bench, name, plan, names, has_batch_norm=one.has_batch_norm)
     limits = bench.limits(precision)
     here = f"{name} on {_ranks(plan)}"
     with tempfile.TemporaryDirectory(dir=bench.folder) as folder:
@@ -75,7 +76,7 @@ def value_gaps(folder: LifeFolder, expected: LifeFolder, limits: Mapping[Kind, f
 
 
 def _other_worlds(
-    name: str, plan: Plan, names: Sequence[str], *, batch_size: int, has_batch_norm: bool
+    bench: Bench, name: str, plan: Plan, names: Sequence[str], *, has_batch_norm: bool
 ) -> list[tuple[str, Plan]]:
     """Return plans to go on under with their words, best first: the next one named, this one, plain replicas."""
     here = plan.layout.world_size
@@ -84,7 +85,7 @@ def _other_worlds(
     found = {}
     for each, on in dict.fromkeys([(following, size), (name, size), ("ddp", size), ("ddp", min(size, 1))]):
         try:
-            other = _settle_on(each, on, batch_size=batch_size, usual=here)
+            other = _settle_on(bench, each, on, usual=here)
             require_supported(other)
         except InputError:
             continue
@@ -99,12 +100,13 @@ def _other_worlds(
     return list(found.items())
 
 
-def _settle_on(name: str, size: int, *, batch_size: int, usual: int) -> Plan:
+def _settle_on(bench: Bench, name: str, size: int, *, usual: int) -> Plan:
     """Settle a plan on another number of ranks: by its name, or refitted from the usual number."""
+    settle = partial(settle_plan, name, batch_size=bench.batch_size, made_for=bench.made_for)
     try:
-        return settle_plan(name, batch_size=batch_size, nproc=size)
+        return settle(nproc=size)
     except InputError:
-        return settle_plan(name, batch_size=batch_size, nproc=usual).refit(size)
+        return settle(nproc=usual).refit(size)
 
 
 def _ranks(plan: Plan) -> str:
@@ -136,6 +138,7 @@ class _Lab:
                 lambda world: live(world, self.bench.preparation, plan, here, checkpoints, kill),
                 size,
                 timeout_s=self.bench.timeout_s,
+                backend=self.bench.backend,
             )
         except RankFailedError:
             if not here.killed.exists():

@@ -31,9 +31,10 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
         if not self.nudge:
             return
         generator = torch.Generator().manual_seed(1)
-        for parameter in step.model.parameters():
-            noise = torch.rand(parameter.shape, generator=generator, dtype=parameter.dtype) - 0.5
-            parameter.mul_(1 + 2 * torch.finfo(parameter.dtype).eps * noise)
+        for value in step.room({}).values.values():
+            noise = torch.rand(value.shape, generator=generator, dtype=value.dtype) - 0.5
+            value.mul_(1 + 2 * torch.finfo(value.dtype).eps * noise)
+        step.optimized.refresh()
 
 
 def vary(batches: Iterable[StepBatch], variant: Variant) -> Iterator[StepBatch]:

@@ -12,6 +12,7 @@ import msgspec
 from shardwise.engines.available import preload_engine, require_engine
 from shardwise.errors import InputError
 from shardwise.job import load_job
+from shardwise.job.engine import engine_of
 from shardwise.launch import run_forked
 from shardwise.parallel.support import require_supported
 from shardwise.verify.bench import Bench, Record
@@ -19,9 +20,17 @@ from shardwise.verify.compare import losses_of
 from shardwise.verify.investigate import Case, investigate
 from shardwise.verify.kill import choose_kills
 from shardwise.verify.masks import judge_masks, watch_masks
-from shardwise.verify.plans import Exact, all_plans, changed_numbers, in_precision, measured_in, settle_plan
+from shardwise.verify.plans import (
+    Exact,
+    all_plans,
+    changed_numbers,
+    in_precision,
+    measured_in,
+    one_process,
+    settle_plan,
+)
 from shardwise.verify.prepare import Preparation
-from shardwise.verify.ranks import on_ranks, preload
+from shardwise.verify.ranks import on_ranks, preload, require_meeting
 from shardwise.verify.report import Finding, Gap, PlanVerdict, VerifyReport
 from shardwise.verify.resume import judge_resume
 from shardwise.verify.variants import Variant
@@ -30,12 +39,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from shardwise.job import Job, JobReference
+    from shardwise.job.engine import MadeFor
     from shardwise.job.job import Masks
     from shardwise.plan import Plan
     from shardwise.verify.capture import Traced
 
 _MEASURES = {"fp64": "every value equal to 1e-09 in fp64", "fp32": "every value within 4 noise floors in fp32"}
 _NOTES = {"drawn": "every dropout is set to 0", "keyed": "dropout is on: its masks are keyed"}
+
+_BACKEND_NOTES = {"mpi": ("plans on several ranks ran over mpi, started by mpirun",)}
 
 
 def verify(
@@ -48,31 +60,38 @@ def verify(
     shrink: bool = False,
     resume: bool = False,
     timeout_s: float = 600.0,
+    backend: str = "gloo",
     on_verdict: Callable[[PlanVerdict], None] = lambda _: None,
 ) -> VerifyReport:
     """Train the job under each plan from the same weights and data as one process, and compare all numbers.
 
     `plans` are written as SPEC+KEY=VALUE; None is every plan of `all_plans`, where one that does not fit the job is
-    no failure. Each plan trains on `nproc` forked CPU ranks; this process runs no tensor operation. With `resume`
-    each is compared with itself instead: killed and resumed, on other ranks as the next plan, beside a run that
-    nobody stopped.
+    no failure. Each plan trains on `nproc` CPU ranks, forked or, over "mpi", started by mpirun; this process runs no
+    tensor operation. With `resume` each is compared with itself instead: killed and resumed, on other ranks as the
+    next plan, beside a run that nobody stopped.
     """
     if resume:
         choose_kills("", steps)  # refuses too few steps
+    require_meeting(backend)
     preload()
     # In a fork: a job file may run tensor operations when it is loaded, and this process must stay fit to be forked.
-    batch_size, masks = run_forked(lambda _: _facts(load_job(reference)), 1, timeout_s=timeout_s)[0]
+    batch_size, masks, made_for = run_forked(lambda _: _facts(load_job(reference)), 1, timeout_s=timeout_s)[0]
+    require_engine(one_process(batch_size, dtype=precision, made_for=made_for))
     names = all_plans(nproc) if plans is None else list(plans)
     if plans is not None:
-        for name in names:  # before any process starts
-            plan = settle_plan(name, batch_size=batch_size, nproc=nproc)
-            require_supported(plan)
-            require_engine(plan)
-            preload_engine(plan)
+        _check_plans(names, batch_size=batch_size, nproc=nproc, made_for=made_for)
     preparation = Preparation(reference=reference, steps=steps, shrink=shrink)
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as folder:
-        bench = Bench(preparation=preparation, batch_size=batch_size, folder=Path(folder), timeout_s=timeout_s)
+        bench = Bench(
+            preparation=preparation,
+            batch_size=batch_size,
+            folder=Path(folder),
+            timeout_s=timeout_s,
+            backend=backend,
+            made_for=made_for,
+        )
+        precision, notes = bench.exact(precision)
         preload(bench.one(precision).traced[0].imported)
         for name in names:
             began = time.perf_counter()
@@ -87,13 +106,22 @@ def verify(
         steps=steps,
         precision=precision,
         beside="a run that nobody stopped" if resume else "one process",
-        notes=(_NOTES[masks],),
+        notes=(_NOTES[masks], *_BACKEND_NOTES.get(backend, ()), *notes),
         verdicts=tuple(verdicts),
     )
 
 
-def _facts(job: Job) -> tuple[int, Masks]:
-    return job.batch_size, job.masks
+def _check_plans(names: Sequence[str], *, batch_size: int, nproc: int, made_for: MadeFor) -> None:
+    """Refuse plans that cannot be tried, before any process starts, and import once what their engines need."""
+    for name in names:
+        plan = settle_plan(name, batch_size=batch_size, nproc=nproc, made_for=made_for)
+        require_supported(plan)
+        require_engine(plan)
+        preload_engine(plan)
+
+
+def _facts(job: Job) -> tuple[int, Masks, MadeFor]:
+    return job.batch_size, job.masks, engine_of(job)
 
 
 def judge(
@@ -101,7 +129,8 @@ def judge(
 ) -> PlanVerdict:
     """Train one plan and give a verdict; whatever a rank raises is part of it."""
     try:
-        plan = settle_plan(name, batch_size=bench.batch_size, nproc=nproc)
+        plan = settle_plan(name, batch_size=bench.batch_size, nproc=nproc, made_for=bench.made_for)
+        require_supported(plan)
         precision = measured_in(plan, precision)
         changes = changed_numbers(plan, has_batch_norm=bench.one(precision).traced[0].has_batch_norm)
         if resumed_as is not None:
@@ -140,6 +169,9 @@ def _judge_by_value(bench: Bench, name: str, plan: Plan, precision: Exact) -> Pl
     comparison = bench.compare(record, bench.one(precision, variant), bench.limits(precision))
     if comparison.first is None:
         findings = [*not_applied(plan, record.traced), *_mask_findings(bench, plan)]
+    elif plan.engine == "mlx":
+        evidence = f"{comparison.first} parted first; causes are looked for in models of torch alone"
+        findings = [Finding(cause="not known", evidence=evidence)]
     else:
         case = Case(plan=plan, precision=precision, twin=variant, record=record, comparison=comparison)
         findings = investigate(bench, case)
@@ -159,7 +191,10 @@ def _mask_findings(bench: Bench, plan: Plan) -> list[Finding]:
     if plan.layout.tp == 1:
         return []
     masks = on_ranks(
-        lambda world: watch_masks(world, bench.preparation, plan), plan.layout.world_size, timeout_s=bench.timeout_s
+        lambda world: watch_masks(world, bench.preparation, plan),
+        plan.layout.world_size,
+        timeout_s=bench.timeout_s,
+        backend=bench.backend,
     )
     finding = judge_masks(masks, plan.layout)
     return [] if finding is None else [finding]

@@ -12,6 +12,8 @@ from shardwise.errors import WorldError
 from shardwise.world.backends import default_timeout_s
 from shardwise.world.devices import choose_device
 from shardwise.world.identity import find_identity
+from shardwise.world.mpi_group import MpiGroup
+from shardwise.world.mpi_library import shown_backend
 from shardwise.world.world import World, running_group
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ def adopt_group(*, local_rank: int | None, device: str | torch.device | None, **
     running: dict[str, Any] = {
         "rank": dist.get_rank(),
         "world_size": dist.get_world_size(),
-        "backend": dist.get_backend(),
+        "backend": shown_backend(dist.get_backend()),
     }
     for name, value in asked.items():
         if value is not None and (name not in running or running[name] != value):
@@ -59,6 +61,8 @@ def _device(group: ProcessGroup) -> torch.device:
 
 
 def _timeout_s(group: ProcessGroup, backend: str, device: torch.device) -> float:
+    if isinstance(group, MpiGroup):
+        return group.limit_s
     try:
         limit = group._get_backend(device).options._timeout  # noqa: SLF001 - torch has no public way to ask
     except (AttributeError, RuntimeError):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
-from shardwise.errors import WorldError, nearest
+from shardwise.errors import MissingExtraError, WorldError, nearest
+from shardwise.world.mpi_library import GROUP_NAME, shown_backend, torch_backend
 
 if TYPE_CHECKING:
     import torch
@@ -15,13 +17,11 @@ if TYPE_CHECKING:
 _AVAILABLE = {
     "nccl": dist.is_nccl_available,
     "gloo": dist.is_gloo_available,
-    "mpi": dist.is_mpi_available,
     "ucc": dist.is_ucc_available,
 }
 _WHERE = {
     "nccl": "install a CUDA build of torch, or use backend='gloo'",
     "gloo": "install a torch built with gloo",
-    "mpi": "use a torch built with MPI, or backend='gloo' until the extra shardwise[mpi] is built",
     "ucc": "use a torch built with UCC (USE_UCC=1); no published wheel has it",
 }
 
@@ -30,7 +30,7 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
     """Return the backend to start on `device`: what was asked if it can work, else nccl on CUDA and gloo elsewhere."""
     if asked is None:
         asked = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-    name = asked.lower()
+    name = shown_backend(asked.lower())
     devices = _per_device(name) if ":" in name else dict.fromkeys(_capability(name), name)
     for backend in dict.fromkeys(devices.values()):
         _check_available(backend)
@@ -40,6 +40,11 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
             fix=f"use backend='gloo', or a {next(iter(devices))} device",
         )
     return name
+
+
+def default_device(backend: str | None) -> str | None:
+    """Return the device for a world that asks for `backend` and no device: the CPU over mpi; None to look for one."""
+    return "cpu" if backend is not None and shown_backend(backend.lower()) == "mpi" else None
 
 
 def default_timeout_s(backend: str) -> float:
@@ -57,6 +62,11 @@ def _per_device(name: str) -> dict[str, str]:
             raise WorldError(
                 f"backend {name!r} has a part {part!r}", fix="write device and backend, such as cpu:gloo,cuda:nccl"
             )
+        if torch_backend(backend) == GROUP_NAME:
+            raise WorldError(
+                f"backend {name!r} has mpi for {device} alone, which only a torch built with MPI can",
+                fix="use backend='mpi' for the whole world, or cpu:gloo",
+            )
         if device in devices:
             raise WorldError(f"backend {name!r} names device {device} twice", fix="name each device once")
         if device not in _capability(backend):
@@ -70,13 +80,19 @@ def _per_device(name: str) -> dict[str, str]:
 def _capability(backend: str) -> list[str]:
     """Return the device types whose tensors `backend` moves."""
     registered = {
-        name: devices for name, devices in dist.Backend.backend_capability.items() if name != dist.Backend.FAKE
+        name: devices
+        for name, devices in dist.Backend.backend_capability.items()
+        if name not in (dist.Backend.FAKE, GROUP_NAME)
     }
+    if torch_backend(backend) == GROUP_NAME:
+        return ["cpu"]
     if backend not in registered:
         raise WorldError(f"there is no backend {backend!r}", fix=nearest(backend, registered))
     return registered[backend]
 
 
 def _check_available(backend: str) -> None:
+    if torch_backend(backend) == GROUP_NAME and find_spec("mpi4py") is None:
+        raise MissingExtraError.of("backend 'mpi' with this torch", "mpi")
     if backend in _AVAILABLE and not _AVAILABLE[backend]():
         raise WorldError(f"the installed torch has no backend {backend!r}", fix=_WHERE[backend])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardwise.environment import Identity, identify
+from shardwise.environment import MPI_STARTERS, Identity, identify
 from shardwise.errors import EnvironmentVariablesError, WorldError
 
 if TYPE_CHECKING:
@@ -47,12 +47,15 @@ def _recall(rank: int, world_size: int) -> Identity:
 def place_by_hosts(identity: Identity, hosts: Sequence[str]) -> Identity:
     """Return `identity` with its place on its node counted from the host of every rank, by rank.
 
-    Only where no launcher told it; a local rank that the caller gave stays.
+    Only what no launcher told: those of MPI tell the local rank, and number no nodes. A local rank that the caller gave
+    stays.
     """
-    if not (identity.source == "arguments" or identity.local_rank_assumed):
-        return identity
     host = hosts[identity.rank]
     nodes = list(dict.fromkeys(hosts))
+    if identity.source in (*MPI_STARTERS, "mpi") and hosts.count(host) == identity.local_world_size:
+        return replace(identity, node_rank=nodes.index(host), num_nodes=len(nodes))
+    if not (identity.source == "arguments" or identity.local_rank_assumed):
+        return identity
     local_rank = hosts[: identity.rank].count(host) if identity.local_rank_assumed else identity.local_rank
     return replace(
         identity,

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from shardwise.errors import WorldError
+from shardwise.errors import EnvironmentVariablesError, WorldError
 from shardwise.world.adoption import adopt_group
-from shardwise.world.backends import choose_backend, default_timeout_s
+from shardwise.world.backends import choose_backend, default_device, default_timeout_s
 from shardwise.world.devices import choose_device
 from shardwise.world.identity import find_identity, place_by_hosts
+from shardwise.world.mpi_library import GROUP_NAME, torch_backend
+from shardwise.world.mpi_start import MET_BY_MPI, mpi_runtime
 from shardwise.world.rendezvous import Meeting, join, parse_meeting
 from shardwise.world.stores import HashStore, PrefixStore
 from shardwise.world.world import World
@@ -41,8 +43,8 @@ def world(
     """Communicate to start the process group, called on every rank, and return who this rank is.
 
     What is not given is found out: rank and size from torchrun, SLURM, Open MPI or PMI, else a world of one that
-    needs no port; the GPU of the local rank, else the CPU; nccl on CUDA, else gloo; torch's own time limit. A
-    process group that is already running is adopted, without communication.
+    needs no port; the GPU of the local rank, else the CPU, which is what mpi takes; nccl on CUDA, else gloo; torch's
+    own time limit. A process group that is already running is adopted, without communication.
     """
     if dist.is_initialized():
         return adopt_group(
@@ -59,10 +61,15 @@ def world(
     if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise WorldError(f"timeout_s={timeout_s:g} is no time limit", fix="use a number of seconds above 0")
     identity = find_identity(rank, world_size, local_rank)
-    meeting = find_meeting(identity, init_method, store)
-    chosen = choose_device(device, identity)
+    chosen = choose_device(default_device(backend) if device is None else device, identity)
     name = choose_backend(backend, chosen)
     limit_s = default_timeout_s(name) if timeout_s is None else float(timeout_s)
+    over_mpi = torch_backend(name) == GROUP_NAME
+    if over_mpi:
+        identity = mpi_runtime().identity(identity)
+    meeting = find_meeting(identity, init_method, store, over_mpi=over_mpi)
+    if over_mpi:
+        store = mpi_runtime().join(identity, limit_s, needs_store=meeting == MET_BY_MPI) or store
     if isinstance(meeting, Meeting):
         store = join(meeting, rank=identity.rank, world_size=identity.world_size, timeout_s=limit_s)
     elif store is None:
@@ -80,8 +87,13 @@ def world(
     )
 
 
-def find_meeting(identity: Identity, init_method: str | None, store: Store | None) -> Meeting | str:
-    """Return where the ranks meet; "store" when the caller brought one, "alone" when there is nobody to meet."""
+def find_meeting(
+    identity: Identity, init_method: str | None, store: Store | None, *, over_mpi: bool = False
+) -> Meeting | str:
+    """Return where the ranks meet; "store" when the caller brought one, "alone" when there is nobody to meet.
+
+    `over_mpi` they need no place: "mpi".
+    """
     if init_method is not None and store is not None:
         raise WorldError("both init_method and store were given", fix="pass one of them")
     meeting = Meeting(scheme="env") if init_method is None else parse_meeting(init_method)
@@ -94,11 +106,21 @@ def find_meeting(identity: Identity, init_method: str | None, store: Store | Non
         return "store"
     if meeting.scheme != "env":
         return meeting
+    if over_mpi and init_method is None:
+        return MET_BY_MPI
     if identity.world_size == 1:
         return "alone"
-    if identity.source not in ("shardwise", "torchrun", "arguments") and identity.master_addr and identity.master_port:
-        return Meeting(scheme="tcp", host=identity.master_addr, port=identity.master_port)
-    return meeting
+    if identity.source in ("shardwise", "torchrun", "arguments"):
+        return meeting
+    if identity.master_addr is None or identity.master_port is None:
+        name = "MASTER_ADDR" if identity.master_addr is None else "MASTER_PORT"
+        where = "on several nodes" if identity.master_addr is None else "without naming its job"
+        raise EnvironmentVariablesError(
+            f"MPI started {identity.world_size} ranks {where}, and {name} is not set",
+            fix=f"export {name}=<{'host of rank 0' if identity.master_addr is None else 'a free port'}> and pass it on"
+            f" (mpirun -x {name}, mpiexec -genvlist), or use backend='mpi', which needs neither",
+        )
+    return Meeting(scheme="tcp", host=identity.master_addr, port=identity.master_port)
 
 
 def _start_group(
@@ -108,7 +130,7 @@ def _start_group(
     hosts = [""] * identity.world_size
     try:
         dist.init_process_group(
-            backend,
+            torch_backend(backend),
             store=PrefixStore("default_pg", store),
             rank=identity.rank,
             world_size=identity.world_size,

@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from shardwise.errors import WorldError
 from shardwise.world.mesh import build_mesh
+from shardwise.world.mpi_library import GROUP_NAME, torch_backend
+from shardwise.world.mpi_start import mpi_runtime
 from shardwise.world.stores import HashStore
 
 if TYPE_CHECKING:
@@ -56,9 +58,9 @@ class World:
     store: Store
     """What the ranks met in; keys that start with "shardwise/" and "default_pg/" are taken."""
     source: str
-    """Who said so: "shardwise", "torchrun", "slurm", "openmpi", "pmi", "alone", "arguments", "adopted" or "fake"."""
+    """Who said so: shardwise, torchrun, slurm, openmpi, pmi, mpi, alone, arguments, adopted or fake."""
     init_method: str
-    """Where the ranks met: a URL, or "store", "alone", "adopted", "fake"."""
+    """Where the ranks met: a URL, or "mpi", "store", "alone", "adopted", "fake"."""
     process_group: weakref.ref[ProcessGroup] = field(repr=False)
     created: bool = field(default=True, repr=False)
     """Whether closing this world ends the process group: not one that was running before."""
@@ -131,16 +133,15 @@ class World:
 
     @property
     def _host_backend(self) -> str:
-        return "fake" if self.backend == "fake" else "gloo"
+        return torch_backend(self.backend) if self.backend in ("fake", "mpi") else "gloo"
 
     @cached_property
     def host_group(self) -> ProcessGroup:
-        """A gloo group of all ranks for small values on the host; communicates at its first use, on every rank."""
-        group: ProcessGroup = dist.new_group(backend=self._host_backend, timeout=timedelta(seconds=self.timeout_s))
-        return group
+        """A group of all ranks for small values on the host; communicates at its first use, on every rank."""
+        return self.own_host_group()
 
     def own_host_group(self) -> ProcessGroup:
-        """Communicate to make one more gloo group of all ranks, called on every rank: for a thread of its own."""
+        """Communicate to make one more group of all ranks, called on every rank: for a thread of its own."""
         group: ProcessGroup = dist.new_group(backend=self._host_backend, timeout=timedelta(seconds=self.timeout_s))
         return group
 
@@ -191,11 +192,11 @@ class World:
         try:
             # The rank that hosts the store must not leave while others still need it.
             self.barrier()
-        except RuntimeError:
+        except RuntimeError as error:
             # A peer died and has its own words to say; a rank that is done has none.
-            self._abandon()
-        except BaseException:
-            self._abandon()
+            self._fail(error)
+        except BaseException as error:
+            self._fail(error)
             raise
         else:
             self._end()
@@ -214,7 +215,13 @@ class World:
         if error is None:
             self.close()
         else:
-            self._abandon()
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """End the process group as a rank that failed: over MPI, the job ends with it."""
+        if self.created and torch_backend(self.backend) == GROUP_NAME:
+            mpi_runtime().fail(error)
+        self._abandon()
 
     def _abandon(self) -> None:
         """End the process group without waiting for others and without a word: an exception may be on its way."""

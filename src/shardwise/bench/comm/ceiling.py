@@ -41,11 +41,11 @@ class Ceiling:
 def find_ceiling(world: World, ranks: tuple[int, ...]) -> Ceiling | None:
     """Communicate over the world, called on every rank: what a group of `ranks` can expect; None where nobody knows.
 
-    Nothing travels in a group of one. The catalogue knows the links of GPUs that each have one rank; the others are
-    measured: every rank of the world streams to the next by TCP.
+    Nothing travels in a group of one, and how MPI's messages travel it does not say. The catalogue knows the links of
+    GPUs that each have one rank; the others are measured: every rank of the world streams to the next by TCP.
     """
-    if len(ranks) == 1:
-        return None
+    if len(ranks) == 1 or world.backend == "mpi":
+        return None  # MPI takes what its library finds, memory or a fast fabric: plain TCP is no ceiling of it
     if world.backend == "nccl":
         return _listed(world, ranks)
     rates = tcp_rates(world)

@@ -60,7 +60,7 @@ class DeepSpeedStep(PlainStep):
 
     def held(self) -> Held:
         """Communicate over the readers to return values and optimizer states, as rows where they are cut."""
-        return Held(self.values(), self._holding.states())
+        return Held(self.values(), self._holding.states(), self.saved_buffers(), self.update.state())
 
     def values(self) -> dict[str, Tensor]:
         """Return the values that are trained; where they are cut, communicate to return this rank's rows."""
@@ -71,7 +71,8 @@ class DeepSpeedStep(PlainStep):
     def room(self, saved: Forms) -> Held:
         """Return tensors to be filled; `optimized.refresh` takes them over."""
         given = self._holding.room(saved, values=not self._plain)
-        return Held(self.values(), given.states) if self._plain else given
+        values = self.values() if self._plain else given.values
+        return Held(values, given.states, self.saved_buffers(), self.update.state())
 
     def gradients(self) -> dict[str, Tensor]:
         """Communicate over the readers to return whole gradients, between backward and update."""

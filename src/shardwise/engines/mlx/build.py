@@ -1,0 +1,96 @@
+"""Wiring: a Job whose model is an MLX module, a Plan and a World become a Step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import torch
+from mlx import nn
+from mlx.utils import tree_flatten
+
+from shardwise.engines.mlx.batch_norm import foreign_batch_norms, share_batch_norms
+from shardwise.engines.mlx.form import form_of
+from shardwise.engines.mlx.functions import Forward, Gradient, norm_of, sum_over, update_by
+from shardwise.engines.mlx.holding import Trained
+from shardwise.engines.mlx.optimizer import make_groups
+from shardwise.engines.mlx.ring import join_group
+from shardwise.engines.mlx.step import Functions, MlxStep
+from shardwise.engines.mlx.weights import read_weights, share_weights
+from shardwise.errors import JobError, some_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardwise.engines.mlx.batch_norm import BatchNorm
+    from shardwise.job import Job
+    from shardwise.plan import Plan
+    from shardwise.step.step import Surroundings
+    from shardwise.world import World
+
+_DTYPES = {"fp64": mx.float64, "fp32": mx.float32, "bf16": mx.bfloat16}
+
+
+def build_mlx_step(job: Job, plan: Plan, world: World, around: Surroundings, *, note: Callable[[str], None]) -> MlxStep:
+    """Make the Step that trains `job` under `plan` with MLX; called on every rank, communicates."""
+    group = join_group(world, note=note)
+    model = _make_model(job, plan)
+    norms = _norm_batches(model, group if plan.batch_norm == "sync" else None)
+    form = form_of(model)
+    origin = read_weights(Path(job.weights), model, form) if job.weights is not None else share_weights(model, form)
+    low = _DTYPES[plan.precision.compute] if plan.precision.compute != plan.precision.parameter else None
+    forward = Forward(job, model, form, low)
+    optimizer, groups = make_groups(job.optimizer, form, form.read(model, form.trained))
+    trained = Trained(
+        model=model,
+        form=form,
+        optimizer=optimizer,
+        groups=groups,
+        norms=norms,
+        dtype=_DTYPES[plan.precision.parameter],
+        origin=origin,
+    )
+    still: set[str] = set()
+    functions = Functions(
+        forward=forward,
+        gradient=Gradient(job, forward, norms, note),
+        total=sum_over(group) if group is not None else None,
+        norm=mx.compile(norm_of),
+        move=update_by(model, form, optimizer, job.clip_norm, still),
+        still=still,
+    )
+    step = MlxStep(job, trained, functions, around, note)
+    step.seed(job.seed + 1 + plan.layout.draw_index(world.rank))
+    return step
+
+
+def _norm_batches(model: nn.Module, group: mx.distributed.Group | None) -> list[BatchNorm]:
+    """Make batch norms share their statistics over `group`; those that cannot are refused."""
+    foreign = foreign_batch_norms(model)
+    if foreign and group is not None:
+        raise JobError(
+            f"{some_of(foreign)}: a batch norm class of its own cannot be synced over ranks",
+            fix="use mlx.nn.BatchNorm itself, or --set batch_norm=local",
+        )
+    return share_batch_norms(model, group)
+
+
+def _make_model(job: Job, plan: Plan) -> nn.Module:
+    torch.manual_seed(job.seed)
+    mx.random.seed(job.seed)
+    model: object = job.model()
+    if not isinstance(model, nn.Module):
+        raise JobError(
+            f"Job.model made a {type(model).__name__}, and engine mlx trains none such", fix="--set engine=torch"
+        )
+    lower = [name for name, array in tree_flatten(model.parameters()) if array.dtype in (mx.bfloat16, mx.float16)]
+    if lower:
+        raise JobError(
+            f"the model holds {some_of(lower)} in 16 bits, and the plan holds weights in {plan.precision.parameter}",
+            fix="build it in fp32, and --set precision.compute=bf16 to compute in 16 bits",
+        )
+    if plan.precision.parameter == "fp64":
+        model.set_dtype(mx.float64)
+    mx.eval(model.parameters())
+    return model

@@ -1,0 +1,13 @@
+"""The built-in models in MLX: the same functions, shapes and parameter names as those in torch (extra [mlx])."""
+
+from shardwise.errors import MissingExtraError
+
+try:
+    import mlx.core  # noqa: F401 - asked first, so that one sentence answers for every name below
+except ImportError as error:
+    raise MissingExtraError.of("shardwise.models.mlx", "mlx") from error
+
+from shardwise.models.mlx.decoder import Decoder, decoder
+from shardwise.models.mlx.resnet import ResNet, resnet18, resnet34, resnet50
+
+__all__ = ["Decoder", "ResNet", "decoder", "resnet18", "resnet34", "resnet50"]

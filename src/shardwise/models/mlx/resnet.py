@@ -1,0 +1,169 @@
+"""Residual networks of 18, 34 and 50 layers in MLX, weight for weight the ones in torch."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+from mlx import nn
+
+from shardwise.errors import JobError, nearest
+from shardwise.models.resnet import STEMS, WIDTHS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from shardwise.models.resnet import Norm, Stem
+
+NORMS: dict[str, Callable[[int], Any]] = {
+    "batch": nn.BatchNorm,
+    "group": lambda channels: nn.GroupNorm(math.gcd(32, channels), channels, pytorch_compatible=True),
+}
+
+
+def resnet18(*, num_classes: int = 1000, in_channels: int = 3, norm: Norm = "batch", stem: Stem = "imagenet") -> ResNet:
+    """Return ResNet-18; 11,689,512 parameters at the defaults."""
+    return ResNet((2, 2, 2, 2), basic, num_classes=num_classes, in_channels=in_channels, norm=norm, stem=stem)
+
+
+def resnet34(*, num_classes: int = 1000, in_channels: int = 3, norm: Norm = "batch", stem: Stem = "imagenet") -> ResNet:
+    """Return ResNet-34; 21,797,672 parameters at the defaults."""
+    return ResNet((3, 4, 6, 3), basic, num_classes=num_classes, in_channels=in_channels, norm=norm, stem=stem)
+
+
+def resnet50(*, num_classes: int = 1000, in_channels: int = 3, norm: Norm = "batch", stem: Stem = "imagenet") -> ResNet:
+    """Return ResNet-50 (stride in the 3x3 convolution); 25,557,032 parameters at the defaults."""
+    return ResNet((3, 4, 6, 3), bottleneck, num_classes=num_classes, in_channels=in_channels, norm=norm, stem=stem)
+
+
+class ResNet(nn.Module):  # type: ignore[misc]  # mlx is not followed
+    """Images [batch, channels, height, width], as torch has them, to logits [batch, num_classes].
+
+    Inside channels are last, as MLX's layers want them. Stem "imagenet" shrinks its input four times; "small" keeps
+    its size, for images of about 8 to 64 pixels.
+    """
+
+    def __init__(
+        self,
+        num_blocks: tuple[int, ...],
+        body: Callable[[int, int], Sequence[tuple[int, int, int]]],
+        *,
+        num_classes: int,
+        in_channels: int,
+        norm: str,
+        stem: str,
+    ) -> None:
+        super().__init__()
+        if norm not in NORMS:
+            raise JobError(f"resnet has no norm {norm!r}", fix=nearest(str(norm), NORMS))
+        if stem not in STEMS:
+            raise JobError(f"resnet has no stem {stem!r}", fix=nearest(str(stem), STEMS))
+        size, stride = (3, 1) if stem == "small" else (7, 2)
+        self.stem = Projection(in_channels, WIDTHS[0], size, stride, norm)
+        self.pool = None if stem == "small" else nn.MaxPool2d(3, stride=2, padding=1)
+        self.stages: list[list[Residual]] = []
+        channels = WIDTHS[0]
+        for width, count in zip(WIDTHS, num_blocks, strict=True):
+            stage = []
+            for index in range(count):
+                stride = 2 if index == 0 and width > WIDTHS[0] else 1
+                stage.append(Residual(channels, body(width, stride), norm))
+                channels = stage[-1].out_channels
+            self.stages.append(stage)
+        self.head = nn.Linear(channels, num_classes)
+        self._init_weights()
+
+    def _init_weights(self) -> None:
+        """Draw every convolution from mx.random, each block as the identity; norms and head begin alike in both."""
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                out_channels, height, width, _ = module.weight.shape
+                std = math.sqrt(2 / (out_channels * height * width))  # Kaiming's rule, by the fan-out
+                module.weight = mx.random.normal(module.weight.shape, scale=std)
+            elif isinstance(module, Residual):
+                module.init_as_identity()
+
+    def __call__(self, images: Any) -> Any:
+        """Return the logits [batch, num_classes] of images [batch, channels, height, width]."""
+        x = nn.relu(self.stem(images.transpose(0, 2, 3, 1)))
+        if self.pool is not None:
+            x = self.pool(x)
+        for stage in self.stages:
+            for block in stage:
+                x = block(x)
+        return self.head(x.mean(axis=(1, 2)))
+
+
+class Residual(nn.Module):  # type: ignore[misc]  # mlx is not followed
+    """relu(body(x) + shortcut(x)); the shortcut is a projection only where the shape changes."""
+
+    def __init__(self, channels: int, parts: Sequence[tuple[int, int, int]], norm: str) -> None:
+        """`parts` gives the output channels, size and stride of the body's convolutions."""
+        super().__init__()
+        self.out_channels = parts[-1][0]
+        stride = math.prod(part[2] for part in parts)
+        self.body = Body(channels, parts, norm)
+        if stride > 1 or channels != self.out_channels:
+            self.shortcut = Projection(channels, self.out_channels, 1, stride, norm)
+
+    def init_as_identity(self) -> None:
+        """Make the body's last norm zero, so that the block starts as its shortcut alone."""
+        last = self.body.last_norm
+        last.weight = mx.zeros_like(last.weight)
+
+    def __call__(self, x: Any) -> Any:
+        """Return the block's output [batch, height, width, channels]; height and width shrink by its stride."""
+        return nn.relu(self.body(x) + (self.shortcut(x) if "shortcut" in self else x))
+
+
+class Body(nn.Module):  # type: ignore[misc]  # mlx is not followed
+    """Convolutions conv1, conv2, ..., each followed by its norm, with relu between them."""
+
+    def __init__(self, channels: int, parts: Sequence[tuple[int, int, int]], norm: str) -> None:
+        super().__init__()
+        self.count = len(parts)
+        for number, (out_channels, size, stride) in enumerate(parts, start=1):
+            self[f"conv{number}"] = _conv(channels, out_channels, size, stride)
+            self[f"norm{number}"] = NORMS[norm](out_channels)
+            channels = out_channels
+
+    @property
+    def last_norm(self) -> Any:
+        """The norm of the last convolution."""
+        return self[f"norm{self.count}"]
+
+    def __call__(self, x: Any) -> Any:
+        """Return x [batch, height, width, channels] after all of them, without a last relu."""
+        for number in range(1, self.count + 1):
+            x = self[f"norm{number}"](self[f"conv{number}"](x))
+            if number < self.count:
+                x = nn.relu(x)
+        return x
+
+
+class Projection(nn.Module):  # type: ignore[misc]  # mlx is not followed
+    """One convolution and its norm."""
+
+    def __init__(self, channels: int, out_channels: int, size: int, stride: int, norm: str) -> None:
+        super().__init__()
+        self.conv = _conv(channels, out_channels, size, stride)
+        self.norm = NORMS[norm](out_channels)
+
+    def __call__(self, x: Any) -> Any:
+        """Return x [batch, height, width, channels] projected."""
+        return self.norm(self.conv(x))
+
+
+def basic(width: int, stride: int) -> Sequence[tuple[int, int, int]]:
+    """Return two 3x3 convolutions that give `width` channels."""
+    return (width, 3, stride), (width, 3, 1)
+
+
+def bottleneck(width: int, stride: int) -> Sequence[tuple[int, int, int]]:
+    """Return 1x1 down, 3x3, 1x1 up, which give four times `width` channels."""
+    return (width, 1, 1), (width, 3, stride), (4 * width, 1, 1)
+
+
+def _conv(channels: int, out_channels: int, size: int, stride: int) -> Any:
+    return nn.Conv2d(channels, out_channels, size, stride, padding=size // 2, bias=False)

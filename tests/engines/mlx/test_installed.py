@@ -1,0 +1,34 @@
+"""Which MLX is taken, and what the oldest one taken gives: kernels that no rank sees unfinished."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from shardwise.engines.mlx import installed
+from shardwise.errors import InputError
+
+
+def test_older_ones_are_refused_by_number(monkeypatch):
+    for enough in ("0.32.4", "0.33.0.dev1+abc", "1.0"):
+        monkeypatch.setattr(installed, "version", lambda _, found=enough: found)
+        installed.require_mlx()
+    monkeypatch.setattr(installed, "version", lambda _: "0.32.3")
+    with pytest.raises(InputError, match=r"needs MLX 0\.32\.4 or newer, 0\.32\.3 is installed"):
+        installed.require_mlx()
+
+
+KERNEL = "import mlx.core as mx; mx.eval(mx.compile(lambda x: mx.exp(x) * 3 + x)(mx.ones(4)))"
+
+
+def test_a_kernel_that_another_process_compiles_is_not_seen_before_it_is_whole(tmp_path):
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", KERNEL], env={**os.environ, "TMPDIR": str(tmp_path)}) for _ in range(2)
+    ]
+    sizes = set()
+    while any(rank.poll() is None for rank in ranks):
+        sizes |= {path.stat().st_size for path in tmp_path.rglob("lib*.so")}
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    (library,) = tmp_path.rglob("lib*.so")
+    assert sizes <= {library.stat().st_size}

@@ -1,0 +1,74 @@
+"""What engine mlx cannot do is refused in a sentence that says why and what to type."""
+
+import dataclasses
+
+import pytest
+
+from shardwise.errors import PlanError
+from shardwise.parallel.support import require_supported
+from shardwise.plan import MLX, Communication, Offload, Plan, Precision, settle
+
+DDP = dataclasses.replace(Plan.preset("ddp", 2, batch_size=8), engine="mlx")
+FP64 = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp64")
+
+
+@pytest.mark.parametrize("precision", [Precision(), Precision(compute="bf16"), FP64], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"accumulation": 4}, {"batch_norm": "local"}], ids=str)
+def test_replicas_in_three_precisions_are_trained(precision, changes):
+    require_supported(dataclasses.replace(DDP, precision=precision, **changes))
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("zero1", "shards neither optimizer nor weights"),
+        ("zero3", "shards neither optimizer nor weights"),
+        ("pp", "has no pipeline"),
+        ("tp", "cuts no weights"),
+        ("cp", "cuts no sequences"),
+    ],
+)
+def test_layouts_other_than_replicas_are_refused_and_ddp_is_named(spec, words):
+    plan = settle(spec, batch_size=8, world_size=2, device=MLX)
+    with pytest.raises(PlanError, match=f"engine mlx {words}: use --plan ddp"):
+        require_supported(plan)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradient_sync": "every"},
+        {"recompute": "full"},
+        {"compile": "blocks"},
+        {"capture": "step"},
+        {"fused_loss": True},
+        {"offload": Offload(optimizer="cpu")},
+        {"offload": Offload(parameters="nvme", optimizer="nvme", folder="x")},
+        {"communication": Communication(compression="bf16")},
+        {"communication": Communication(find_unused_parameters=True)},
+        {"communication": Communication(static_graph=True)},
+        {"communication": Communication(broadcast_buffers=True)},
+        {"communication": Communication(sync_every=4)},
+        {"precision": Precision(compute="fp16")},
+        {"precision": Precision(compute="fp64")},
+        {"precision": Precision(reduce="bf16")},
+        {"precision": dataclasses.replace(FP64, compute="fp32")},
+    ],
+    ids=str,
+)
+def test_what_would_be_done_otherwise_than_asked_is_refused(changes):
+    with pytest.raises(PlanError, match=r"mlx|fp64 weights|fp32 weights"):
+        require_supported(dataclasses.replace(DDP, **changes))
+
+
+def test_auto_is_replicas_in_fp32_with_the_engine_and_its_reason():
+    plan = settle("auto", batch_size=8, world_size=2, device=MLX)
+    require_supported(plan)
+    assert (plan.engine, str(plan.layout), plan.precision.compute) == ("mlx", "replicate2", "fp32")
+    assert plan.source("engine") == "auto: the model is an mlx.nn.Module"
+    assert plan.source("precision") == "auto: MLX computes in fp32"
+
+
+def test_an_engine_that_somebody_named_stays():
+    plan = settle("ddp", batch_size=8, world_size=2, device=MLX, overrides={"engine": "torch"})
+    assert plan.engine == "torch"
