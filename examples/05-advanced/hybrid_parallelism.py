@@ -49,8 +49,7 @@ def train(plan: sw.Plan, world: sw.World) -> tuple[list[float], float]:
     step = sw.build_step(job, plan, world)
     shares = [step(batch).loss_share for batch in step.feed]
     # </train>
-    tells = plan.layout.tells_loss(world.rank)  # of those that see the same samples, one
-    losses = [world.sum({"loss": share.item() if tells else 0.0})["loss"] for share in shares]
+    losses = [world.sum({"loss": share.item()})["loss"] for share in shares]  # of all ranks: the global loss
     return losses, held_share(parameter for _, parameter in step.named_parameters())
 
 

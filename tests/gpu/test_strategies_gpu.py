@@ -42,7 +42,7 @@ with sw.world(backend="gloo", device="cuda:0", init_method=f"file://{store}", ra
             dtypes = dict.fromkeys(("parameter", "compute", "reduce", "optimizer"), "fp64")
             plan = dataclasses.replace(plan, precision=Precision(**dtypes))
         step = sw.build_step(job, plan, world)
-        shares = [step(batch).loss_share.double() * plan.layout.tells_loss(rank) for batch in step.feed]
+        shares = [step(batch).loss_share.double() for batch in step.feed]
         losses = torch.stack(shares)
         if size > 1:
             torch.distributed.all_reduce(losses)

@@ -77,7 +77,7 @@ def losses(world, preset, job=None, **changes):
     found = []
     for batch in step.feed:
         report = step(batch)
-        share = float(report.loss_share) if plan.layout.tells_loss(world.rank) else 0.0
+        share = float(report.loss_share)
         found.append(world.sum({"loss": share})["loss"])
     return found
 

@@ -16,13 +16,12 @@ FP64 = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp6
 
 
 def trained(world, job, name, overrides, precision=FP64):
-    """Train; return losses, gradient norms and, on rank 0, the whole final state."""
+    """Train; return global losses (shares summed over all ranks), gradient norms and, on rank 0, the final state."""
     plan = settle(name, batch_size=job.batch_size, world_size=world.size, device=Device(), overrides=overrides)
     plan = dataclasses.replace(plan, precision=precision)
     step = build_step(job, plan, world)
     reports = [step(batch) for batch in step.feed]
-    tells = plan.layout.tells_loss(world.rank)
-    losses = torch.stack([report.loss_share.double() * tells for report in reports])
+    losses = torch.stack([report.loss_share.double() for report in reports])
     if world.size > 1:
         torch.distributed.all_reduce(losses)
     norms = [None if report.grad_norm is None else float(report.grad_norm) for report in reports]
@@ -131,9 +130,10 @@ def test_buffers_behind_the_layers_come_from_the_last_stage():
     job = sentences_job(
         model=Net, data=lambda split: Points() if split == "train" else None, loss=sw.losses.cross_entropy
     )
-    one = run_ranks(trained, 1, job, "ddp", {"accumulation": "2"})[0][2]
-    two = run_ranks(trained, 2, job, "pp", {"accumulation": "2"})[0][2]
+    losses, _, one = run_ranks(trained, 1, job, "ddp", {"accumulation": "2"})[0]
+    (found, _, two), _ = run_ranks(trained, 2, job, "pp", {"accumulation": "2"})
     torch.testing.assert_close(two["norm.running_mean"], one["norm.running_mean"], rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(found, losses, rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero3"])

@@ -38,7 +38,8 @@ class StepReport(msgspec.Struct, frozen=True, gc=False):
     cursor: Cursor
     """Where the step's samples begin in the stream."""
     loss_sum: Tensor
-    """Over this rank's real rows."""
+    """Over this rank's real rows; 0 where a tensor-parallel peer already reports the same rows, and on pipeline stages
+    before the last: summed over all ranks, every row counts once."""
     samples: int
     """Real samples over all readers."""
     denominator: int
@@ -52,7 +53,10 @@ class StepReport(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def loss_share(self) -> Tensor:
-        """This rank's part of the loss; the parts of all readers add up to the mean over the global batch."""
+        """This rank's share of the loss: summed over all ranks, under every plan, the mean over the global batch.
+
+        `world.sum({"loss": float(report.loss_share)})["loss"]` is therefore the global loss, equal on every rank.
+        """
         return self.loss_sum / max(1, self.denominator)
 
 
@@ -78,6 +82,8 @@ class Surroundings:
     length: Length
     first_step: int = 0
     """Steps done before this training began: those of the one it resumes."""
+    reports_loss: bool = True
+    """False on a rank whose tensor-parallel peer reports the loss of the same rows."""
     before_update: Callable[[], None] | None = None
     """Looks at the gradients of every step when they are summed, before they are clipped."""
     mark: Mark = nobody

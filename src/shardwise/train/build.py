@@ -130,6 +130,7 @@ def _surround(
         feed=feed,
         length=length,
         first_step=first_step,
+        reports_loss=plan.layout.tells_loss(world.rank),
         before_update=before_update,
         mark=tell(mark, nvtx_ranges()),
     )

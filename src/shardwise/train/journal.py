@@ -9,7 +9,6 @@ from shardwise.train.memory import peak_bytes
 from shardwise.train.window import Window
 
 if TYPE_CHECKING:
-    from shardwise.plan import Plan
     from shardwise.run import EventLog
     from shardwise.step.marks import Mark
     from shardwise.step.step import StepReport
@@ -19,12 +18,12 @@ if TYPE_CHECKING:
 class Journal:
     """Takes every step's report and writes events of many at once; on every rank alike."""
 
-    def __init__(self, plan: Plan, world: World, events: EventLog, mark: Mark) -> None:
+    def __init__(self, world: World, events: EventLog, mark: Mark) -> None:
         self.samples = 0
         self.skipped = 0
         self.loss = math.nan
         """Of the last step that was published."""
-        self._window = Window(tells_loss=plan.layout.tells_loss(world.rank))
+        self._window = Window()
         self._world = world
         self._events = events
         self._mark = mark

@@ -71,7 +71,7 @@ def run_loop(
     events.write("start", **start_report(job, plan, world, step))
     replicas.start(step)
 
-    journal = Journal(plan, world, events, step.mark)
+    journal = Journal(world, events, step.mark)
     evaluation: dict[str, float] = {}
     began = time.perf_counter()
     step.mark("data", first_step)

@@ -19,10 +19,8 @@ _MOST_STEPS = 1000
 class Window:
     """Collects step reports until it is full; all ranks agree on when that is, since `size` is."""
 
-    def __init__(self, *, tells_loss: bool) -> None:
-        """`tells_loss` is false on ranks whose loss another rank of the same reader tells."""
+    def __init__(self) -> None:
         self.size = 1
-        self._tells_loss = tells_loss
         self._reports: list[StepReport] = []
         self._began = time.perf_counter()
 
@@ -46,15 +44,12 @@ class Window:
         now = time.perf_counter()
         counts = torch.tensor([report.denominator for report in reports], dtype=torch.float64)
         seconds = now - self._began
-        told = torch.cat([sums, counts, torch.ones(1, dtype=torch.float64)])
-        if not self._tells_loss:
-            told.zero_()  # a product would make nan of an infinite loss
-        summed = torch.cat([told, torch.tensor([seconds, float(stop)], dtype=torch.float64)])
+        summed = torch.cat([sums, counts, torch.tensor([seconds, float(stop)], dtype=torch.float64)])
         if world.size > 1:
             dist.all_reduce(summed, group=world.host_group)
-        *_, tellers, all_seconds, stops = summed.tolist()
-        # All readers know one denominator, or that of their own replica: its mean over readers is the global one.
-        counts = summed[len(reports) : 2 * len(reports)] / tellers
+        *_, all_seconds, stops = summed.tolist()
+        # All ranks know one denominator, or that of their own replica: its mean over the world is the global one.
+        counts = summed[len(reports) : 2 * len(reports)] / world.size
         losses = (summed[: len(reports)] / counts.clamp(min=1)).tolist()
         self._reports, self._began = [], now
         # Every rank computes the same size from the same reduced time.
