@@ -255,3 +255,46 @@ def test_another_seed_is_refused(tmp_path):
     run_ranks(stopped, 1, "one", tmp_path)
     with pytest.raises(JobError, match="other samples"):
         run_ranks(trained, 1, "one", tmp_path, job=make_job(seed=1))
+
+
+class CountingAdam(torch.optim.Optimizer):
+    """Adam that counts its steps in an int and adapts a setting of its group, as optimizers outside torch do."""
+
+    def __init__(self, parameters, *, history=False):
+        super().__init__(parameters, {"lr": 1e-2, "boost": 1.0})
+        self.history = history
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["boost"] *= 1.25
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                if self.history:
+                    state["seen"] = [*state.get("seen", []), parameter.grad.norm()]
+                mean = state.setdefault("exp_avg", torch.zeros_like(parameter, requires_grad=False))
+                mean.lerp_(parameter.grad, 0.1)
+                rate = group["lr"] * group["boost"] / (1 - 0.9 ** state["step"])
+                parameter.sub_(mean.sign() * mean.abs().sqrt(), alpha=rate)
+
+
+@pytest.mark.parametrize(("save_under", "load_under"), [("one", "one"), ("fsdp2", "pp2"), ("pp2", "zero1")])
+def test_optimizer_state_that_is_not_a_tensor_is_resumed(save_under, load_under, tmp_path):
+    def counting(named):
+        return CountingAdam([parameter for _, parameter in named])
+
+    whole, _ = run_ranks(trained, 1, "one", job=make_job(optimizer=counting))[0]
+    first, _ = run_ranks(partial(stopped, optimizer=counting), LAYOUTS[save_under][0], save_under, tmp_path)[0]
+    then, _ = run_ranks(trained, LAYOUTS[load_under][0], load_under, tmp_path, job=make_job(optimizer=counting))[0]
+    assert {**first, **then} == pytest.approx(whole, rel=1e-9)
+
+
+def test_optimizer_state_that_a_checkpoint_cannot_hold_is_refused_in_the_first_step(tmp_path):
+    def remembering(named):
+        return CountingAdam([parameter for _, parameter in named], history=True)
+
+    with pytest.raises(JobError, match=r"state .*/seen of optimizer CountingAdam\['0'\] is a torch.Tensor"):
+        run_ranks(trained, 1, "one", tmp_path, job=make_job(optimizer=remembering), every=STEPS)

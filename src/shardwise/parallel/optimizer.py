@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +36,12 @@ class Optimized:
     """Take over the model's values, after something else has written them."""
     groups: tuple[tuple[str, ...], ...] = ()
     """Names of the parameters in each group, where its members are no longer those of `named`."""
+    first_settings: tuple[dict[str, Any], ...] = field(init=False)
+    """Settings of each group as the factory made them: what differs later, the optimizer has changed."""
+
+    def __post_init__(self) -> None:
+        first = tuple({key: value for key, value in group.items() if key != "params"} for group in self.param_groups)
+        object.__setattr__(self, "first_settings", first)
 
     @property
     def kind(self) -> str:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.checkpoint import MismatchError, load_newest
 from shardwise.checkpoint.dtypes import DTYPES
+from shardwise.train.optimizer_state import restore_plain_states
 from shardwise.train.state import UPDATE, check_same_job, make_room, restore_random
 from shardwise.train.user_state import USER, join_state, room_for, split_state
 
@@ -77,6 +78,8 @@ class Resuming:
                 fix="resume the same job, or --resume never",
             )
         step.optimized.refresh()
+        optimizer = report.facts.get("optimizer", {})
+        restore_plain_states(step.optimized, optimizer.get("values", {}))  # one from elsewhere may have none
         notes = [f"resumed from {report.path} at step {step.number}"]
         if not compared.is_equal:
             notes.append(str(compared))

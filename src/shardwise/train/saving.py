@@ -11,6 +11,7 @@ from shardwise.checkpoint import AsyncSaver, CheckpointError, CheckpointFolder, 
 from shardwise.errors import InputError, nearest
 from shardwise.run.failure import NOT_SAVED
 from shardwise.run.keep import Keep
+from shardwise.train.optimizer_state import plain_states
 from shardwise.train.resuming import Resuming
 from shardwise.train.state import state_facts, state_tensors
 from shardwise.train.stop import StoppedError
@@ -60,6 +61,7 @@ class Saving:
         self._saver = AsyncSaver(self._group)
         self._last_saved: int | None = None
         self._has_shared_storage = False
+        self._has_checked_states = False
 
     def resume(self, build: Callable[[int], Step]) -> Step | None:
         """Return a step with the state of the checkpoint to go on from, None for a fresh start; on every rank.
@@ -84,6 +86,9 @@ class Saving:
 
         `evaluation` is that of this very step, empty if there was none.
         """
+        if not self._has_checked_states:
+            plain_states(step.optimized)  # made in the first step; what no checkpoint can hold is refused there
+            self._has_checked_states = True
         is_asked = is_stopping or self.is_due(step) or (evaluation and self.spec.keep.best)
         if not (is_asked and step.length.syncs_after(step.number)):
             return

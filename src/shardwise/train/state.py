@@ -13,6 +13,7 @@ from shardwise.checkpoint.contents import MODEL, OPTIMIZER
 from shardwise.errors import JobError
 from shardwise.job.lora import facts_of
 from shardwise.step.whole import adapter_facts
+from shardwise.train.optimizer_state import merge_plain_states, plain_states
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -70,7 +71,11 @@ def state_facts(job: Job, plan: Plan, world: World, step: Step) -> dict[str, Any
         "plan": plan_to_toml(plan),
         "layout": str(plan.layout),
         "torch": str(torch.__version__),
-        "optimizer": {"class": step.optimized.kind, "groups": _groups(step, world)},
+        "optimizer": {
+            "class": step.optimized.kind,
+            "groups": _groups(step, world),
+            "values": merge_plain_states(world.gather(plain_states(step.optimized)), step.optimized.kind),
+        },
         "tied": step.tied(),
         **_adapters(job, step),
         "random": {str(rank): state for rank, state in enumerate(world.gather(_written(step.random_state())))},

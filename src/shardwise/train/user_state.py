@@ -26,7 +26,7 @@ def split_state(state: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not isinstance(state, dict):
         raise JobError(f"Job.state.state_dict() returned a {type(state).__name__}", fix="return a dict")
     tensors: dict[str, Tensor] = {}
-    return _plain_dict(state, (), tensors), tensors
+    return _plain_dict(state, ("Job.state",), tensors), tensors
 
 
 def join_state(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -61,17 +61,18 @@ def _plain_dict(state: dict[Any, Any], place: tuple[str, ...], tensors: dict[str
             raise JobError(f"{_words(place)} has the key {key!r}", fix="use names without '/'")
         here = (*place, key)
         if isinstance(value, Tensor):
-            tensors[USER + "/".join(here)] = value.detach()
+            tensors[USER + "/".join(here[1:])] = value.detach()
         elif isinstance(value, dict):
             values[key] = _plain_dict(value, here, tensors)
         else:
-            values[key] = _plain(value, here)
+            values[key] = plain_value(value, here)
     return values
 
 
-def _plain(value: Any, place: tuple[str, ...]) -> Any:
+def plain_value(value: Any, place: tuple[str, ...]) -> Any:
+    """Return a value that JSON gives back as it is; refuses any other by its place: what it is in, then keys."""
     if isinstance(value, list):
-        return [_plain(each, (*place, str(index))) for index, each in enumerate(value)]
+        return [plain_value(each, (*place, str(index))) for index, each in enumerate(value)]
     if isinstance(value, dict):
         inside: dict[str, Tensor] = {}
         values = _plain_dict(value, place, inside)
@@ -90,4 +91,4 @@ def _plain(value: Any, place: tuple[str, ...]) -> Any:
 
 
 def _words(place: tuple[str, ...]) -> str:
-    return "Job.state" + "".join(f"[{key!r}]" for key in place)
+    return place[0] + "".join(f"[{key!r}]" for key in place[1:])
