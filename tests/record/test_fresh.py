@@ -18,6 +18,7 @@ def run(code, folder, **environ):
         text=True,
         check=True,
     )
+    assert done.stderr == ""
     return done.stdout.splitlines()
 
 
@@ -43,6 +44,20 @@ def test_the_users_own_path_and_sitecustomize_stay(tmp_path):
     (own / "sitecustomize.py").write_text("print('mine')\n")
     lines = run("import os; print(os.environ['PYTHONPATH'])", tmp_path / "run", PYTHONPATH=str(own))
     assert lines == ["mine", str(own)]
+
+
+def test_an_error_in_the_users_sitecustomize_is_reported_as_without_a_record(tmp_path):
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("import no_such_module\n")
+    environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "PYTHONPATH": str(own)}
+    command = [sys.executable, "-c", ""]
+    plain, recorded = (
+        subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stderr
+        for variables in (environ, {**environ, **record_variables(environ, tmp_path / "run")})
+    )
+    assert recorded == plain
+    assert "No module named 'no_such_module'" in plain
 
 
 def test_an_interpreter_that_is_asked_for_nothing_records_nothing(tmp_path):

@@ -56,19 +56,18 @@ def _lint(preset: str | None, nproc: int) -> list[Verdict]:
 
 
 def _here(nproc: int) -> Surroundings:
-    from importlib.metadata import version
-
     from shardwise.doctor.env_rules import Surroundings
     from shardwise.doctor.observe import observe_gpus
     from shardwise.doctor.observe_network import observe_interfaces, observe_rdma
     from shardwise.hardware import usable_cores
+    from shardwise.versions import package_version
 
     _, gpus, hidden = observe_gpus()
     return Surroundings(
         interfaces=tuple(interface.name for interface in observe_interfaces()),
         has_rdma=any(observe_rdma()),
         num_gpus=len(gpus) + hidden,
-        uses_nccl=bool(gpus) and "+cpu" not in version("torch"),
+        uses_nccl=bool(gpus) and "+cpu" not in package_version("torch"),
         nproc=nproc,
         cores=usable_cores(),
     )

@@ -11,6 +11,7 @@ import click
 from shardwise.cli.lazy import LazyGroup
 from shardwise.cli.one_voice import end
 from shardwise.errors import ShardwiseError
+from shardwise.run.console import say
 from shardwise.run.exitcodes import BAD_INPUT, INTERRUPTED
 
 VERBS = {
@@ -27,9 +28,24 @@ VERBS = {
 
 @click.command(cls=LazyGroup, parts=VERBS, kind="verb", context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-@click.version_option(package_name="shardwise", message="shardwise %(version)s")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=lambda context, _option, wanted: _show_version(context, wanted=wanted),
+    help="Show the version and exit.",
+)
 def cli(*, debug: bool) -> None:
     """Plan, prove, launch and keep alive the training of a PyTorch job on many processes."""
+
+
+def _show_version(context: click.Context, *, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        from shardwise.versions import package_version
+
+        say(f"shardwise {package_version('shardwise')}")
+        context.exit()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,7 +7,6 @@ import platform
 import socket
 import time
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from shardwise.launch.link import Link, join_hub
 from shardwise.launch.membership import Limits
 from shardwise.launch.network import interface_of, is_own, listen, listening_address, resolve
 from shardwise.launch.node_messages import Hello
+from shardwise.versions import package_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -49,8 +49,8 @@ class NodesSpec:
 def node_facts(nodes: NodesSpec, command: str) -> dict[str, str]:
     """Return what must be the same on every node, by what it is."""
     return {
-        "shardwise": metadata.version("shardwise"),
-        "torch": metadata.version("torch").partition("+")[0],
+        "shardwise": package_version("shardwise"),
+        "torch": package_version("torch").partition("+")[0],
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "--nnodes": f"{nodes.least}:{nodes.most}",
         "--rdzv-id": nodes.run_id,

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from functools import partial
-from importlib import metadata
 
 import msgspec
 
@@ -34,6 +33,7 @@ from shardwise.launch.ssh_messages import (
 )
 from shardwise.launch.target import Target, check_target
 from shardwise.run.exitcodes import JOB_FAILED
+from shardwise.versions import package_version
 
 _LOOK_S = 0.1
 _REACH_S = 3.0
@@ -95,9 +95,9 @@ def _say(reply: Reply) -> None:
 
 def _facts(target: Target) -> Facts:
     versions = {
-        "shardwise": metadata.version("shardwise"),
+        "shardwise": package_version("shardwise"),
         "Python": ".".join(platform.python_version_tuple()[:2]),
-        "torch": metadata.version("torch").partition("+")[0],
+        "torch": package_version("torch").partition("+")[0],
     }
     outward = {name: address for name, address in own_addresses().items() if not address.startswith("127.")}
     # What sshd says of its connection: client, its port, server, its port.

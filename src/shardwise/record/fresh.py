@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import sys
@@ -40,5 +39,6 @@ def start_here() -> None:
         start_record(RunDirectory(Path(run)), me.rank, me.world_size)
     del sys.modules["sitecustomize"]
     importlib.invalidate_caches()
-    with contextlib.suppress(ModuleNotFoundError):
-        importlib.import_module("sitecustomize")
+    # Where the user has none this raises ModuleNotFoundError, and must: Python takes that to mean that there is no
+    # sitecustomize. Returning would leave an import that succeeded without its module, which Python reports as an error.
+    importlib.import_module("sitecustomize")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,6 +15,7 @@ from shardwise.plan.model.forms import Model
 from shardwise.step.allowed import CP_DEGREES, context_degrees
 from shardwise.step.rehearsal import Subject
 from shardwise.step.trace import describe
+from shardwise.versions import package_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +48,7 @@ def described(job: Job, compute: DType, folder: Path) -> Model:
 def fingerprint(job: Job, compute: DType) -> str:
     """Return a name for all that a description depends on: modules, their code, samples, loss, and torch."""
     subject = Subject.of(job, compute, gathered=False)
-    versions = (VERSION, version("shardwise"), torch.__version__)
+    versions = (VERSION, package_version("shardwise"), torch.__version__)
     digest = hashlib.sha256(f"{versions} {compute} {job.tensor_rules}".encode())
     for line in _lines(subject.model):
         digest.update(line.encode())

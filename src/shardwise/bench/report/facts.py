@@ -8,12 +8,12 @@ import re
 import socket
 from collections import Counter
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 from shardwise.hardware.probe import probe_gpus, usable_cores
+from shardwise.versions import package_version
 
 
 def machine_facts(device: torch.device | None) -> tuple[tuple[str, str], ...]:
@@ -29,7 +29,7 @@ def machine_facts(device: torch.device | None) -> tuple[tuple[str, str], ...]:
         ("measured on", str(device) if device is not None else ""),
         ("torch", str(torch.__version__)),
         ("backends", ", ".join(_backends())),
-        ("shardwise", version("shardwise")),
+        ("shardwise", package_version("shardwise")),
         ("Python", platform.python_version()),
         ("system", f"{platform.system()} {platform.release()}, {platform.machine()}"),
         ("date", datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")),
