@@ -17,8 +17,10 @@ from shardwise.environment import adopt, identify, num_threads
 from shardwise.launch.main_module import become, execute
 from shardwise.launch.processes import die_with_parent
 from shardwise.record import start_record
+from shardwise.record.fresh import listener_variables
 from shardwise.run import RunDirectory
 from shardwise.run.failure import describe_failure, write_failure
+from shardwise.run.listener_folder import make_listener_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -31,12 +33,17 @@ def rank_work(order: StartRank, parent: int) -> Callable[[], None]:
     """Set this fresh fork up as a rank, and return what runs its target."""
     os.setpgid(0, 0)
     die_with_parent(parent)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if order.ignore_hangup else signal.SIG_DFL)
     _redirect(order)
     if order.fresh:
         argv = order.target.argv()
-        os.execvpe(argv[0], argv, order.environ)  # noqa: S606 - the program the user named
+        environ = dict(order.environ)
+        if order.record:
+            environ |= listener_variables(make_listener_folder())
+        os.execvpe(argv[0], argv, environ)  # noqa: S606 - the program the user named
     adopt(order.environ)
     _settle_libraries(order.environ)
     if order.record:

@@ -20,6 +20,7 @@ from shardwise.launch.processes import RankProcess, start_fork
 from shardwise.launch.supervise import Outcome, supervise
 from shardwise.run.exitcodes import INTERRUPTED, describe_exit
 from shardwise.run.failure import describe_failure, read_failure, write_failure
+from shardwise.run.listener_folder import use_listener_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -53,6 +54,7 @@ def run_forked(
 
 
 def _child(body: Callable[[int], Any], rank: int, nproc: int, folder: Path, extra: Mapping[str, str]) -> int:
+    use_listener_folder(str(folder))  # the parent removes it, also after a kill
     adopt(rank_environment(rank=rank, world_size=nproc, local_rank=rank, local_world_size=nproc, extra=extra))
     torch = sys.modules.get("torch")
     if torch is not None:

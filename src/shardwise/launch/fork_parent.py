@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.launch.channel import Channel
 from shardwise.launch.orders import MEETING, STORE, Ended, Order, Ready, Report, Started, StartMeeting, StartRank
 from shardwise.launch.processes import become_reaper, kill_descendants
+from shardwise.run.listener_folder import make_listener_folder, remove_listener_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ class ForkParent:
     def __init__(self, channel: socket.socket) -> None:
         self._channel: Channel[Order] = Channel(channel, Order)
         self._children: set[int] = set()
+        self._listener_folder = ""
 
     def serve(self, refusal: str) -> Callable[[], None]:
         """Fork and reap until the supervisor goes away, then end this process; in a child, return what it is to do.
@@ -52,6 +54,8 @@ class ForkParent:
                     orders = self._channel.receive()
                     if orders is None:
                         kill_descendants()
+                        if self._listener_folder:
+                            remove_listener_folder(self._listener_folder)
                         os._exit(0)  # nothing of ours is to be flushed, and unloading torch takes 0.1 s
                     for order in orders:
                         child = self._fork(order)
@@ -62,6 +66,9 @@ class ForkParent:
 
     def _fork(self, order: Order) -> Callable[[], None] | None:
         """Fork for one order; returns the child's work in the child, None in the parent."""
+        if isinstance(order, StartRank) and not self._listener_folder:
+            with contextlib.suppress(OSError):  # a full disk: ranks that need a folder report it themselves
+                self._listener_folder = make_listener_folder()
         descriptor = None if isinstance(order, StartRank) else self._channel.take_descriptors(1)[0]
         parent = os.getpid()
         pid = os.fork()

@@ -22,6 +22,8 @@ class StartRank(msgspec.Struct, frozen=True, tag="start"):
     """Run directory in which the rank records its collectives; empty for no record."""
     fresh: bool = False
     """Whether the fork only starts a fresh interpreter or program."""
+    ignore_hangup: bool = False
+    """Whether the rank starts with SIGHUP ignored, as its launcher did under nohup."""
 
 
 class StartStore(msgspec.Struct, frozen=True, tag="store"):

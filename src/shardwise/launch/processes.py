@@ -84,8 +84,10 @@ def start_fork(rank: int, body: Callable[[], int]) -> RankProcess:
     try:
         os.setpgid(0, 0)
         die_with_parent(parent)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
+        if not ignores_hangup():
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
         code = body()
     except BaseException:  # noqa: BLE001 - the child must end here, whatever happened
         traceback.print_exc()
@@ -93,6 +95,11 @@ def start_fork(rank: int, body: Callable[[], int]) -> RankProcess:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def ignores_hangup() -> bool:
+    """Whether this process ignores SIGHUP, as nohup has the programs that it starts do; their children do too."""
+    return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def die_with_parent(parent_pid: int) -> None:

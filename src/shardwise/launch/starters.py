@@ -28,7 +28,7 @@ from shardwise.launch.orders import (
     StartRank,
     StartStore,
 )
-from shardwise.launch.processes import RankProcess, start_program
+from shardwise.launch.processes import RankProcess, ignores_hangup, start_program
 from shardwise.record.fresh import record_variables
 from shardwise.run.exitcodes import describe_exit
 
@@ -152,7 +152,9 @@ class ForkStarter:
         if self._fresh:
             environ = _of_a_fresh_process(environ, output, failure)
         record = "" if output.record is None else str(output.record)
-        order = StartRank(rank, target, dict(environ), stdout, stderr, str(failure), record, self._fresh)
+        order = StartRank(
+            rank, target, dict(environ), stdout, stderr, str(failure), record, self._fresh, ignores_hangup()
+        )
         return self._order(rank, order)
 
     def start_store(self, listener: socket.socket) -> RankProcess:

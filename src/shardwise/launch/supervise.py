@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from shardwise.hardware import oom_kills
 from shardwise.launch.policy import RankExit
+from shardwise.launch.processes import ignores_hangup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -232,12 +233,17 @@ def _wakeups(processes: Sequence[RankProcess]) -> Iterator[Callable[[float], obj
 
 @contextlib.contextmanager
 def caught_signals(seen: list[int]) -> Iterator[None]:
-    """Collect SIGINT, SIGTERM, SIGHUP and SIGUSR1 instead of dying from them with ranks still running."""
+    """Collect SIGINT, SIGTERM, SIGHUP and SIGUSR1 instead of dying from them with ranks still running.
+
+    A SIGHUP that this process inherited as ignored (nohup) stays ignored.
+    """
 
     def remember(number: int, _frame: FrameType | None) -> None:
         seen.append(number)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+    if not ignores_hangup():
+        numbers.append(signal.SIGHUP)
     try:
         before = {number: signal.signal(number, remember) for number in numbers}
     except ValueError:  # not the main thread: signals go to somebody else

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _PLACE = "SHARDWISE_RECORD"
+_LISTENERS = "SHARDWISE_LISTENERS"
 _PATH = "PYTHONPATH"
 _FOLDER = str(Path(__file__).with_name("site"))
 
@@ -24,10 +25,15 @@ def record_variables(environ: Mapping[str, str], run: Path) -> dict[str, str]:
     return {_PLACE: str(run), _PATH: _FOLDER if not path else f"{_FOLDER}{os.pathsep}{path}"}
 
 
+def listener_variables(folder: str) -> dict[str, str]:
+    """Return what makes a fresh interpreter that records use `folder` for multiprocessing's sockets."""
+    return {_LISTENERS: folder}
+
+
 def start_here() -> None:
     """Begin the record that the environment asks for, clear our traces, and let the user's own sitecustomize follow."""
     environ = variables("")
-    run = environ.pop(_PLACE, "")
+    run, listeners = environ.pop(_PLACE, ""), environ.pop(_LISTENERS, "")
     others = [entry for entry in environ.pop(_PATH, "").split(os.pathsep) if entry and entry != _FOLDER]
     adopt({**environ, **({_PATH: os.pathsep.join(others)} if others else {})})
     sys.path[:] = [entry for entry in sys.path if entry != _FOLDER]
@@ -37,8 +43,12 @@ def start_here() -> None:
 
         me = identify()
         start_record(RunDirectory(Path(run)), me.rank, me.world_size)
+    if listeners:
+        from shardwise.run.listener_folder import use_listener_folder
+
+        use_listener_folder(listeners)
     del sys.modules["sitecustomize"]
     importlib.invalidate_caches()
     # Where the user has none this raises ModuleNotFoundError, and must: Python takes that to mean that there is no
-    # sitecustomize. Returning would leave an import that succeeded without its module, which Python reports as an error.
+    # sitecustomize, and reports an import that succeeded without its module as an error.
     importlib.import_module("sitecustomize")
