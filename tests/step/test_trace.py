@@ -257,7 +257,7 @@ def test_a_job_with_adapters_is_planned_with_what_it_trains(described, adapted):
     where = parse_cluster("8xH100")
 
     def best(model, lora):
-        subject = job_subject(decoder_job(batch_size=64, lora=lora), where, lambda *_: model)
+        subject = job_subject(decoder_job(batch_size=64, lora=lora), where, lambda *_: model, accepts=lambda _: None)
         calibration = default_calibration(where.node)
         question = Question(model=subject.model, cluster=where, calibration=calibration, batch_size=64)
         return search(question).families["ddp"]

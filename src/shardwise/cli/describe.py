@@ -1,15 +1,18 @@
-"""A job's model described for planning, from the user's cache where it was traced before; imports torch when called."""
+"""A job's model for planning: its description, from the user's cache, and its rules; torch is imported when called."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 from shardwise.environment import cache_directory
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shardwise.job import Job
     from shardwise.plan.model.forms import Model
-    from shardwise.plan.plan import DType
+    from shardwise.plan.plan import DType, Plan
 
 
 def describe_job(job: Job, compute: DType) -> Model:
@@ -17,3 +20,18 @@ def describe_job(job: Job, compute: DType) -> Model:
     from shardwise.step.described import described
 
     return described(job, compute, cache_directory() / "models")
+
+
+def job_rules(job: Job) -> Callable[[Plan], None]:
+    """Return the check that `train` makes of a plan for this job; the model is built once, for the first plan."""
+
+    @cache
+    def rules() -> Callable[[Plan], None]:
+        from shardwise.train.preflight import ModelRules
+
+        return ModelRules(job)
+
+    def check(plan: Plan) -> None:
+        rules()(plan)
+
+    return check

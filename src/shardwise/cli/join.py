@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardwise.cli.describe import describe_job
+from shardwise.cli.describe import describe_job, job_rules
 from shardwise.cli.summary import summarise
 from shardwise.engines.available import require_engine
 from shardwise.errors import InputError, JobError, ShardwiseError
@@ -58,7 +58,7 @@ def train_in_world(
                 world_size=here.size,
                 device=_describe_device(here) if made_for == "torch" else MLX,
                 overrides=plan_overrides,
-                choose=searching(job, describe_job, require_supported),
+                choose=searching(job, describe_job, job_rules(job)),
             )
             require_supported(plan)
             require_engine(plan)

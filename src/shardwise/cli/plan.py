@@ -205,14 +205,16 @@ def _subject(
     lora: int | None,
 ) -> Subject:
     """Load the job, or find the published model."""
-    from shardwise.cli.describe import describe_job
+    from shardwise.cli.describe import describe_job, job_rules
     from shardwise.errors import InputError
+    from shardwise.parallel.support import require_trainable
     from shardwise.plan.choose.subject import job_subject, published_subject
 
     if ".py" not in model:
         return published_subject(
             model,
             cluster,
+            accepts=require_trainable,
             batch_size=batch_size,
             length=length,
             precision=precision,  # type: ignore[arg-type]  # one of the choices above
@@ -234,6 +236,7 @@ def _subject(
         job,
         cluster,
         describe_job,
+        accepts=job_rules(job),
         batch_size=batch_size,
         precision=precision,  # type: ignore[arg-type]
     )
@@ -241,7 +244,6 @@ def _subject(
 
 def _question(subject: Subject, cluster: Cluster) -> Question:
     from shardwise.hardware.calibration_file import calibration_for
-    from shardwise.parallel.support import require_supported
     from shardwise.plan.choose.search import Question
 
     return Question(
@@ -251,7 +253,7 @@ def _question(subject: Subject, cluster: Cluster) -> Question:
         batch_size=subject.batch_size,
         precision=subject.precision,
         optimizer=subject.optimizer,
-        accepts=require_supported,
+        accepts=subject.accepts,
     )
 
 

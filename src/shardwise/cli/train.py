@@ -199,8 +199,7 @@ def this_device(asked: str | None, nproc: int, made_for: MadeFor = "torch") -> D
 
 
 def _settle(job: Job, spec: str, nproc: int, device: Device, overrides: dict[str, str]) -> Plan:
-    from shardwise.cli.describe import describe_job
-    from shardwise.parallel.support import require_supported
+    from shardwise.cli.describe import describe_job, job_rules
     from shardwise.plan import searching, settle
 
     return settle(
@@ -209,7 +208,7 @@ def _settle(job: Job, spec: str, nproc: int, device: Device, overrides: dict[str
         world_size=nproc,
         device=device,
         overrides=overrides,
-        choose=searching(job, describe_job, require_supported),
+        choose=searching(job, describe_job, job_rules(job)),
     )
 
 

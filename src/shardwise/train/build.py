@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.data.feed import Feed
-from shardwise.data.tokens import check_token_loss
 from shardwise.engines.deepspeed.build import build_deepspeed_step
 from shardwise.errors import JobError, PlanError
 from shardwise.parallel.apply import apply_plan, gradient_sync, stages_of
@@ -38,6 +37,7 @@ from shardwise.step.marks import nvtx_ranges, tell
 from shardwise.step.pipeline import PipelineStep
 from shardwise.step.step import Autocast, StepParts, Surroundings
 from shardwise.step.update import choose_update
+from shardwise.train.preflight import check_job
 from shardwise.train.reading import Reading, make_loader, token_cut
 
 if TYPE_CHECKING:
@@ -303,17 +303,7 @@ def check_fit(job: Job, plan: Plan, world: World) -> None:
             f" a step, the job asks for {job.batch_size}",
             fix=f"use Plan.preset(name, {world.size}, batch_size={job.batch_size})",
         )
-    if plan.layout.cp > 1:
-        check_token_loss(job)
-    if job.lora is not None and plan.engine != "torch":
-        raise PlanError(
-            f"engine {plan.engine} trains no adapters here", fix="use --set engine=torch, or leave Job.lora out"
-        )
-    if job.masks == "keyed" and (plan.engine != "torch" or plan.compile != "none"):
-        raise PlanError(
-            f"masks are keyed, and engine {plan.engine} with compile = {plan.compile} draws its own",
-            fix="use --set engine=torch --set compile=none, or --set masks=drawn",
-        )
+    check_job(job, plan)
 
 
 def report_missing(missing: dict[int, list[str]], plan: Plan, note: Callable[[str], None]) -> None:

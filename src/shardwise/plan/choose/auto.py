@@ -35,7 +35,7 @@ def search_plan(
     """Return the best plan for a job on GPUs of machines like this one and why; None, and why, where none was found."""
     try:
         cluster = _machines(world_size)
-        subject = job_subject(job, cluster, describe)
+        subject = job_subject(job, cluster, describe, accepts=accepts)
     except ShardwiseError as error:
         return None, f"could not be searched ({error.fact})"
     question = Question(
@@ -45,7 +45,7 @@ def search_plan(
         batch_size=subject.batch_size,
         precision=subject.precision,
         optimizer=subject.optimizer,
-        accepts=accepts,
+        accepts=subject.accepts,
     )
     answer = search(question)
     if answer.best is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardwise.layout import Layout
 from shardwise.plan.choose.choices import divisors
 from shardwise.plan.choose.explain import in_gb, in_seconds
-from shardwise.plan.choose.search import FAMILY_TIE, TIE, Candidate
+from shardwise.plan.choose.search import FAMILY_TIE, TIE, Candidate, refused_by_rule
 from shardwise.plan.cost.deepspeed import deepspeed_memory, deepspeed_time
 from shardwise.plan.cost.time import TimeModel
 from shardwise.plan.plan import Offload, Plan
@@ -111,6 +111,9 @@ def _form(question: Question, times: TimeModel, name: str, spec: _Spec) -> Form:
     best: Candidate | None = None
     least: Memory | None = None
     for plan in _plans(question, spec):
+        refusal = refused_by_rule(question, plan)
+        if refusal:
+            continue
         shape = question.model.for_plan(plan)
         memory = deepspeed_memory(shape, plan, optimizer=question.optimizer, context=question.context)
         if least is None or memory.total < least.total:
@@ -121,7 +124,7 @@ def _form(question: Question, times: TimeModel, name: str, spec: _Spec) -> Form:
         if best is None or time.seconds < best.time.seconds * (1 - TIE):
             best = Candidate(plan=plan, memory=memory, time=time)
     if best is not None or least is None:
-        return Form(name=name, best=best)
+        return Form(name=name, best=best, refusal="" if best is not None else refusal)
     if least.total > question.room:
         fact = f"needs {in_gb(least.total)}, the device has {in_gb(question.cluster.device.memory_bytes)}"
     else:

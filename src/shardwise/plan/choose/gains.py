@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import PlanError
+from shardwise.plan.choose.search import refused_by_rule
 from shardwise.plan.cost.memory import predict_memory
 from shardwise.plan.cost.stages import SPLIT_BACKWARD
 from shardwise.plan.cost.time import TimeModel
@@ -48,9 +48,7 @@ def _gain(answer: Answer, **changes: Any) -> float:
     if best is None:
         return 0.0
     plan = dataclasses.replace(best.plan, **changes)
-    try:
-        question.accepts(plan)
-    except PlanError:
+    if refused_by_rule(question, plan):
         return 0.0
     shape = question.model.for_plan(plan)
     memory = predict_memory(shape, plan, optimizer=question.optimizer, context=question.context)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shardwise.errors import PlanError
+from shardwise.errors import InputError
 from shardwise.plan.choose.choices import Group, Variant, groups, leaner, make_plan, variants
 from shardwise.plan.choose.families import FAMILIES, cuts_model, family_of, simplicity
 from shardwise.plan.choose.floors import Floors
@@ -53,7 +53,7 @@ class Question:
     precision: Precision = field(default_factory=Precision)
     optimizer: OptimizerShape = ADAMW
     accepts: Callable[[Plan], None] = field(default=lambda _: None, compare=False)
-    """Raises PlanError for plans that cannot be applied."""
+    """Raises InputError for plans that `train` would refuse, by the rules of `train` itself."""
 
     @property
     def context(self) -> float:
@@ -169,7 +169,9 @@ class _Search:
         memory = predict_memory(
             self.question.model.for_plan(plan), plan, optimizer=self.question.optimizer, context=self.question.context
         )
-        return memory.total <= self.question.room and memory.host <= self.question.host_room
+        if memory.total > self.question.room or memory.host > self.question.host_room:
+            return False
+        return not refused_by_rule(self.question, plan)
 
     def _ordered(self) -> list[tuple[float, Group]]:
         """Return all groups, those that could be quickest first."""
@@ -234,10 +236,9 @@ class _Search:
         memory = predict_memory(shape, plan, optimizer=question.optimizer, context=question.context)
         if memory.total > question.room or memory.host > question.host_room:
             return False
-        try:
-            question.accepts(plan)
-        except PlanError as error:
-            self._refused.setdefault(family, error.fact)
+        refusal = refused_by_rule(question, plan)
+        if refusal:
+            self._refused.setdefault(family, refusal)
             return False
         time = self._time.predict(shape, plan)
         self._found[family].append(Candidate(plan=plan, memory=memory, time=time))
@@ -261,6 +262,15 @@ class _Search:
         if fits and family in self._refused:
             return Rejected(family=family, reason="impossible", detail=self._refused[family])
         return Rejected(family=family, reason="host memory" if fits else "memory", plan=plan, memory=memory)
+
+
+def refused_by_rule(question: Question, plan: Plan) -> str:
+    """Return the rule by which `train` would refuse a plan; empty where it accepts it."""
+    try:
+        question.accepts(plan)
+    except InputError as error:
+        return error.fact
+    return ""
 
 
 def anything_fits(question: Question) -> str | None:

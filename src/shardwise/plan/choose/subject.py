@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardwise.errors import PlanError
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
     from shardwise.hardware.machine import Cluster
     from shardwise.job import Job
-    from shardwise.plan.plan import DType
+    from shardwise.plan.model.shape import ModelShape
+    from shardwise.plan.plan import DType, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,18 +33,21 @@ class Subject:
     precision: Precision
     precision_source: str
     optimizer: OptimizerShape = ADAMW
+    accepts: Callable[[Plan], None]
+    """Raises InputError for plans that `train` would refuse."""
 
 
 def published_subject(
     name: str,
     cluster: Cluster,
     *,
+    accepts: Callable[[ModelShape, Plan], None],
     batch_size: int | None = None,
     length: int | None = None,
     precision: DType | None = None,
     lora: int | None = None,
 ) -> Subject:
-    """Return a published model; what is None is what it was published with."""
+    """Return a published model; what is None is what it was published with. `accepts` raises for untrainable plans."""
     from shardwise.plan.model.published import published
 
     held, why = _precision(cluster, precision)
@@ -60,6 +65,7 @@ def published_subject(
         batch_source="--batch-size" if batch_size else "usual for this model",
         precision=held,
         precision_source=why,
+        accepts=partial(accepts, model.plain),
     )
 
 
@@ -68,6 +74,7 @@ def job_subject(
     cluster: Cluster,
     describe: Callable[[Job, DType], Model],
     *,
+    accepts: Callable[[Plan], None],
     batch_size: int | None = None,
     precision: DType | None = None,
 ) -> Subject:
@@ -80,6 +87,7 @@ def job_subject(
         precision=held,
         precision_source=why,
         optimizer=optimizer_shape(job.optimizer),
+        accepts=accepts,
     )
 
 

@@ -1,0 +1,104 @@
+"""Search proposes nothing that `train` refuses: both ask the same rules."""
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.hardware.calibration import default_calibration
+from shardwise.hardware.cluster import parse_cluster
+from shardwise.parallel.support import require_trainable
+from shardwise.plan.choose.search import Question, search
+from shardwise.plan.choose.subject import job_subject, published_subject
+from shardwise.step.trace import describe
+from shardwise.train.preflight import ModelRules, check_model
+
+SIZE = {"vocab_size": 32, "width": 16, "num_layers": 4, "num_heads": 4, "context": 8}
+FOUR = parse_cluster("4xRTX-4090")
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class Twins(nn.Module):
+    """Two lists of blocks of one size: a pipeline could be split along either, so it is the user who chooses."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = (nn.ModuleList(Block() for _ in range(4)) for _ in range(2))
+
+    def forward(self, x):
+        for layer in (*self.encoder, *self.decoder):
+            x = layer(x)
+        return x
+
+
+def tokens_job(**changes):
+    sample = (torch.arange(8), torch.arange(8))
+    fields = {
+        "model": lambda: sw.models.decoder("gpt2-tiny", **SIZE),
+        "data": lambda split: [sample] * 64,
+        "loss": sw.losses.token_cross_entropy,
+        "optimizer": sw.adamw(lr=1e-3),
+        "batch_size": 16,
+        "steps": 1,
+    }
+    return sw.Job(**{**fields, **changes})
+
+
+def points_job(model, features=(6,)):
+    sample = (torch.zeros(features), torch.tensor(1))
+    return tokens_job(model=model, data=lambda split: [sample] * 64, loss=sw.losses.cross_entropy)
+
+
+JOBS = {
+    "tied": tokens_job(),
+    "untied": tokens_job(model=lambda: sw.models.decoder("llama-tiny", **SIZE, num_kv_heads=2, mlp_width=32)),
+    "adapted": tokens_job(lora=sw.Lora(targets=("qkv",), rank=2)),
+    "two lists": points_job(Twins),
+    "batch norm": points_job(lambda: sw.models.resnet18(num_classes=4), (3, 32, 32)),
+}
+
+
+def answer_of(subject):
+    question = Question(
+        model=subject.model,
+        cluster=FOUR,
+        calibration=default_calibration(FOUR.node),
+        batch_size=subject.batch_size,
+        precision=subject.precision,
+        optimizer=subject.optimizer,
+        accepts=subject.accepts,
+    )
+    return search(question, exhaustive=True)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_train_accepts_every_plan_that_search_proposes_for_a_job(name):
+    job = JOBS[name]
+    answer = answer_of(job_subject(job, FOUR, describe, accepts=ModelRules(job)))
+    plans = [candidate.plan for candidate in answer.candidates]
+    for cut in {(plan.layout, plan.pipeline, plan.fused_loss, plan.sequence_parallel): plan for plan in plans}.values():
+        check_model(job, cut)
+    assert len(plans) > 10
+
+
+def test_train_accepts_every_plan_that_search_proposes_for_a_published_model():
+    job = tokens_job(model=lambda: sw.models.decoder("gpt2"), batch_size=64)
+    answer = answer_of(published_subject("gpt2", FOUR, accepts=require_trainable, batch_size=64))
+    rules = ModelRules(job)
+    for candidate in answer.candidates:
+        rules(candidate.plan)
+    assert len(answer.candidates) > 10
+
+
+def test_family_that_every_rule_refuses_gives_the_rule():
+    job = JOBS["two lists"]
+    answer = answer_of(job_subject(job, FOUR, describe, accepts=ModelRules(job)))
+    assert "several lists of blocks" in answer.families["pp"].detail
