@@ -10,15 +10,8 @@ import time
 
 import pytest
 
-from shardwise.doctor.stacks import (
-    Frame,
-    Sample,
-    cpu_seconds,
-    describe_activity,
-    parse_stack,
-    process_state,
-    request_stacks,
-)
+from shardwise.doctor.stacks import Sample, cpu_seconds, describe_activity, process_state, request_stacks
+from shardwise.run.stack_text import Frame, parse_stack
 
 USER = Frame("/home/me/train.py", 41, "main")
 SLEEP = Frame("/home/me/train.py", 44, "wait_for_it")

@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from doctor.collectives import call
 from shardwise.launch.membership import Limits
 from shardwise.launch.node_messages import (
     Again,
@@ -24,6 +25,8 @@ from shardwise.launch.node_messages import (
 from shardwise.launch.policy import RankExit
 from shardwise.launch.roster import GATHER_S, Roster
 from shardwise.launch.supervise import SETTLE_S
+from shardwise.run.calls import GroupKey
+from shardwise.run.last_calls import LastCalls
 
 FACTS = {"shardwise": "1", "torch": "2.13.0", "command": "train.py"}
 
@@ -334,3 +337,20 @@ def test_a_verdict_that_stopped_the_ranks_is_a_failure_that_restarts_or_ends_the
     over = run.took(Over)
     assert set(over) == {0, 1}
     assert all(message.failed and message.lost == "rank 1 sleeps on node 0 (a)" for message in over.values())
+
+
+def test_an_abort_by_gloo_is_explained_by_the_last_calls_of_ranks_of_two_nodes():
+    run = running(2, 2, 2)
+    pair = GroupKey("0", 0, (0, 1))
+    missed = call(4, group=pair, site="/x/a.py:10")
+    log = ("Received data size doesn't match expected size.",)
+    aborted = RankExit(rank=0, returncode=-6, log=log, calls=LastCalls(inside=(missed,), last=(missed,)))
+    stopped = RankExit(
+        rank=1, returncode=-15, stopped=True, calls=LastCalls(last=(call(3, group=pair),), line="/x/a.py:11")
+    )
+    end(run, 0, 0, aborted)
+    end(run, 1, 0, stopped)
+    over = run.took(Over)
+    assert over[1].mismatch.startswith("rank 1 did not make all_reduce #4 (sum float32*4) at /x/a.py:10")
+    assert "rank 1 was at /x/a.py:11" in over[0].mismatch
+    assert over[0].cause.calls is None

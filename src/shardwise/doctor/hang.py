@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.doctor.places import short
 from shardwise.doctor.stacks import DATA, Activity
 from shardwise.run.call_reader import Call  # noqa: TC001 - read at run time by msgspec
+from shardwise.run.call_text import call_words
 from shardwise.run.calls import MEETINGS, GroupKey
+from shardwise.run.places import short
 from shardwise.run.rank_words import name_ranks
 
 if TYPE_CHECKING:
@@ -173,14 +174,6 @@ def _waiting_words(waiting: Sequence[tuple[int, Wait]]) -> list[str]:
     ]
 
 
-def call_words(call: Call) -> str:
-    """Return an operation with its number, arguments and place."""
-    arguments = f" ({call.what.text})" if call.what.text else ""
-    group = "" if len(call.group.members) == 0 or call.group.name in {"0", MEETINGS} else _group(call.group)
-    where = f" at {short(call.site)}" if call.site else ""
-    return f"{call.what.name} #{call.sequence}{arguments}{group}{where}"
-
-
 def describe_ends(ranks: Sequence[RankStatus]) -> str:
     """Say where ranks were when they ended; empty if none has made a call."""
     parts = []
@@ -191,10 +184,6 @@ def describe_ends(ranks: Sequence[RankStatus]) -> str:
         elif status.newest is not None and status.newest.group.name != MEETINGS:
             parts.append(f"rank {status.rank} had left {call_words(status.newest)}")
     return "; ".join(parts)
-
-
-def _group(group: GroupKey) -> str:
-    return f" of {name_ranks(list(group.members))}"
 
 
 def _missing_words(status: RankStatus) -> str:

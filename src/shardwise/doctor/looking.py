@@ -8,10 +8,11 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from shardwise.doctor.hang import Progress, RankStatus, Wait
-from shardwise.doctor.stacks import Sample, cpu_seconds, describe_activity, parse_stack, process_state, request_stacks
+from shardwise.doctor.stacks import Sample, cpu_seconds, describe_activity, process_state, request_stacks
 from shardwise.run import calls
 from shardwise.run.call_reader import Call, CallReader
 from shardwise.run.recorder import last_mark
+from shardwise.run.stack_text import parse_stack
 
 if TYPE_CHECKING:
     from shardwise.run import RunDirectory

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardwise.doctor.hang import call_words
 from shardwise.doctor.order import describe_order
 from shardwise.run.call_reader import UNKNOWN
-from shardwise.run.rank_words import name_ranks
+from shardwise.run.call_text import describe_difference, differ
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -42,7 +41,7 @@ class Comparison:
             numbers = self._calls.setdefault(channel, {})
             there = numbers.setdefault(call.sequence, {})
             for other in there.values():
-                if _differ(call, other):
+                if differ(call, other):
                     first = self._suspects.get(channel, call.sequence)
                     self._suspects[channel] = min(first, call.sequence)
                 elif call.site != other.site and not call.what.is_message:
@@ -60,7 +59,7 @@ class Comparison:
         for channel, number in list(self._suspects.items()):
             there = self._calls[channel].get(number, {})
             if len(there) >= len(channel[0].members) or last or channel in self._seen_once:
-                found.append(_describe(there))
+                found.append(describe_difference(there))
                 self._finish(channel)
             self._seen_once.add(channel)
         for channel in list(self._odd - self._done):
@@ -76,45 +75,3 @@ class Comparison:
         self._suspects.pop(channel, None)
         self._odd.discard(channel)
         self._calls.pop(channel, None)
-
-
-def _differ(one: Call, other: Call) -> bool:
-    """Whether two calls of the same number do not fit; a send fits a receive."""
-    is_message = one.what.is_message
-    return one.what.match != other.what.match or (one.what.name != other.what.name and not is_message)
-
-
-def _describe(there: dict[int, Call]) -> str:
-    """Say who differs from whom, the many before the few."""
-    kinds: dict[tuple[str, str], list[int]] = {}
-    for rank, call in sorted(there.items()):
-        kinds.setdefault((call.what.name, call.what.match), []).append(rank)
-    order = sorted(kinds.values(), key=lambda ranks: -len(ranks))
-    parts = [f"{name_ranks(ranks)}: {call_words(there[ranks[0]])}" for ranks in order]
-    what = _aspects([there[ranks[0]] for ranks in order])
-    return f"ranks differ in {what} at the same call: {'; '.join(parts)}"
-
-
-def _aspects(calls: list[Call]) -> str:
-    """Name what differs."""
-    names = {call.what.name for call in calls}
-    if len(names) > 1 and not calls[0].what.is_message:
-        return "the operation"
-    words = [call.what.match.split() for call in calls]
-    heads = {tuple(word for word in match if "*" not in word) for match in words}
-    tails = [[word.partition("*") for word in match if "*" in word] for match in words]
-    found = []
-    if len(heads) > 1:
-        is_root = any("root" in head for head in heads) and len({head[:1] for head in heads}) == 1
-        found.append(
-            "the root"
-            if is_root
-            else "the dtype"
-            if calls[0].what.name.startswith("all_to_all")
-            else "the reduce operation"
-        )
-    if len({tuple(dtype for dtype, _, _ in tail) for tail in tails}) > 1:
-        found.append("the dtype")
-    if len({tuple(count for _, _, count in tail) for tail in tails}) > 1:
-        found.append("the shape")
-    return " and ".join(found) or "the arguments"

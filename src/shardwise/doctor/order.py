@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardwise.doctor.hang import call_words
-from shardwise.doctor.places import short
+from shardwise.run.call_text import call_words
+from shardwise.run.places import short
 
 if TYPE_CHECKING:
     from shardwise.run.call_reader import Call

@@ -33,7 +33,7 @@ class RunReport:
     state: str
     """"finished", "failed", "stopped", "lost", "silent", "running", or "stuck"."""
     kind: str
-    """Of its end: exception, signal, oom, refused input, preempted, interrupted, early exit, hang, lost; else empty."""
+    """Of its end, as `run_cause.Kind` lists them; else empty."""
     story: tuple[str, ...]
     """What happened, in order."""
     verdicts: tuple[Verdict, ...]

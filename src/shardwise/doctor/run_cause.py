@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Literal
 
 from shardwise.doctor.check import Verdict, fail, ok, warn
 from shardwise.doctor.hang import describe_ends
-from shardwise.doctor.places import short
+from shardwise.launch.evidence import find_mismatch
 from shardwise.launch.policy import RankExit, root_cause
 from shardwise.run.exitcodes import BAD_INPUT, PREEMPTED, describe_exit
 from shardwise.run.known_errors import translate
+from shardwise.run.places import short
 from shardwise.run.rank_words import name_ranks
 
 if TYPE_CHECKING:
@@ -20,7 +21,18 @@ if TYPE_CHECKING:
     from shardwise.doctor.run_facts import RunFacts
     from shardwise.run.failure import Failure
 
-Kind = Literal["exception", "signal", "oom", "refused input", "preempted", "interrupted", "early exit", "hang", "lost"]
+Kind = Literal[
+    "exception",
+    "signal",
+    "mismatch",
+    "oom",
+    "refused input",
+    "preempted",
+    "interrupted",
+    "early exit",
+    "hang",
+    "lost",
+]
 State = Literal["finished", "failed", "stopped", "lost", "silent", "running"]
 SILENT_S = 120.0
 """Without a sign for so long, a run whose launcher is elsewhere is taken for gone."""
@@ -78,6 +90,10 @@ def kind_of_end(facts: RunFacts) -> Kind:
         cause.returncode == -signal.SIGKILL and "memory ran out" in _verdict(facts)
     ):
         return "oom"
+    return "mismatch" if _mismatch(facts) else _kind_of_exit(cause)
+
+
+def _kind_of_exit(cause: RankExit) -> Kind:
     if cause.returncode < 0:
         return "signal"
     if cause.failure is None:
@@ -138,6 +154,8 @@ def _lost(facts: RunFacts) -> Verdict:
 def _words(cause: RankExit, facts: RunFacts) -> str:
     host = cause.place or (cause.failure.host if cause.failure is not None else facts.hosts.get(cause.rank, ""))
     name = f"rank {cause.rank}" + (f" on {host}" if host else "")
+    if mismatch := _mismatch(facts):
+        return f"{mismatch}; so {name} ended first: {describe_exit(cause.returncode)}"
     if cause.returncode == 0:
         return f"{name} left with exit code 0 while its peers still needed it"
     if cause.failure is None:
@@ -145,6 +163,11 @@ def _words(cause: RankExit, facts: RunFacts) -> str:
     first = (cause.failure.message.splitlines() or [""])[0]
     where = place_of(cause.failure)
     return f"{name} failed first: {cause.failure.kind}: {first}" + (f" at {short(where)}" if where else "")
+
+
+def _mismatch(facts: RunFacts) -> str:
+    """Return which collectives of the ranks did not match, if that ended them."""
+    return find_mismatch([exit_ for launcher in facts.launchers for exit_ in launcher.exits])
 
 
 def place_of(failure: Failure) -> str:
@@ -156,17 +179,17 @@ def place_of(failure: Failure) -> str:
 
 def _todo(kind: Kind, cause: RankExit, facts: RunFacts) -> str:
     known = translate(_said(cause, facts), cause.returncode)
-    if known is not None:
+    if known is not None and kind != "mismatch":
         return f"{known.means}: {known.todo}"
-    if kind == "oom":
-        return "use fewer ranks, fewer DataLoader workers, smaller batches, or a larger memory limit"
-    if kind == "signal":
-        return f"read the end of {facts.path}/logs/rank{cause.rank}.err, and dmesg on its host"
-    if kind == "refused input":
-        return "correct what it names, then start it again"
-    if kind == "early exit":
-        return f"read the end of {facts.path}/logs/rank{cause.rank}.err; have every rank leave together"
-    return f"correct that line; the traceback is in {facts.path}/errors/rank{cause.rank}.json"
+    log = f"{facts.path}/logs/rank{cause.rank}.err"
+    todo: dict[Kind, str] = {
+        "mismatch": "correct the call that differs, then start it again",
+        "oom": "use fewer ranks, fewer DataLoader workers, smaller batches, or a larger memory limit",
+        "signal": f"read the end of {log}, and dmesg on its host",
+        "refused input": "correct what it names, then start it again",
+        "early exit": f"read the end of {log}; have every rank leave together",
+    }
+    return todo.get(kind, f"correct that line; the traceback is in {facts.path}/errors/rank{cause.rank}.json")
 
 
 def _said(cause: RankExit, facts: RunFacts) -> str:

@@ -15,6 +15,7 @@ import msgspec
 from shardwise.doctor.looking import RankView
 from shardwise.doctor.nccl_log import NcclLog, read_nccl_log
 from shardwise.errors import InputError
+from shardwise.launch.evidence import gather_evidence
 from shardwise.launch.policy import RankExit
 from shardwise.run import RunDirectory
 from shardwise.run.failure import Failure, read_failure
@@ -181,7 +182,7 @@ def _take(facts: LauncherFacts, event: Mapping[str, Any], run: RunDirectory) -> 
                 at=event["at"],
                 place=facts.host if facts.nodes > 1 else "",
             )
-            return replace(facts, exits=(*facts.exits, exit_))
+            return replace(facts, exits=(*facts.exits, *gather_evidence([exit_], run)))
         case "verdict":
             return replace(facts, verdict=event["text"])
         case "finish":

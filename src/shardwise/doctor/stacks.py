@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.run.stack_text import user_frame
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
-_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
-_PACKAGE = str(Path(__file__).parents[1])
-_STANDARD = (sysconfig.get_paths()["stdlib"], sys.base_prefix + "/lib/python", "<frozen")
-_INSTALLED = re.compile(r"/site-packages/|/dist-packages/|/torchinductor_")
+    from shardwise.run.stack_text import Stack
+
 _KNOWN = (
     (
         r"/torch/_inductor/(?!runtime)|/torch/_dynamo/(convert_frame|symbolic_convert|output_graph)|/triton/compiler",
@@ -32,29 +29,6 @@ _KNOWN = (
 """Files that tell what a stack is about."""
 DATA = "waits for data"
 _CLOCK_S = 1 / os.sysconf("SC_CLK_TCK")
-
-
-@dataclass(frozen=True)
-class Frame:
-    """One line of a stack."""
-
-    file: str
-    line: int
-    function: str
-
-    @property
-    def is_users(self) -> bool:
-        """Whether neither Python, an installed package nor shardwise wrote it."""
-        return not (self.is_pythons or self.file.startswith((_PACKAGE, "<")) or _INSTALLED.search(self.file))
-
-    @property
-    def is_pythons(self) -> bool:
-        """Whether it is in the standard library, outside of installed packages."""
-        return self.file.startswith(_STANDARD) and not _INSTALLED.search(self.file)
-
-
-Stack = tuple[Frame, ...]
-"""Innermost first."""
 
 
 @dataclass(frozen=True)
@@ -96,28 +70,13 @@ def request_stacks(pid: int, number: int) -> bool:
     return True
 
 
-def parse_stack(text: str, thread: int) -> Stack:
-    """Return the stack of one thread from the last dump in `text`; empty if it is not there."""
-    stack: list[Frame] = []
-    inside = False
-    for line in text.splitlines():
-        header = _THREAD.match(line)
-        if header is not None:
-            inside = int(header[1], 16) == thread
-            stack = [] if inside else stack
-        elif inside and (frame := _FRAME.match(line)) is not None:
-            stack.append(Frame(frame[1], int(frame[2]) if frame[2].isdigit() else 0, frame[3]))
-    return tuple(stack)
-
-
 def describe_activity(samples: Sequence[Sample]) -> Activity | None:
     """Say what a rank does, from samples in the order they were taken; None where no stack was seen."""
     seen = [sample for sample in samples if sample.stack]
     if not seen:
         return None
     stack = seen[-1].stack
-    named = [frame for frame in stack if not frame.is_pythons]  # where none is the user's, the library that waits
-    user = next((frame for frame in stack if frame.is_users), named[0] if named else stack[0])
+    user = user_frame(stack) or stack[0]
     elapsed = seen[-1].at - seen[0].at
     kinds = [_kind(sample.stack) for sample in seen]
     return Activity(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING
 
-from shardwise.doctor.places import short
+from shardwise.run.places import short
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -6,7 +6,7 @@ import contextlib
 import shlex
 import socket
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from shardwise.environment import base_environment, rank_environment
 from shardwise.errors import LaunchError
 from shardwise.hardware import usable_cores
 from shardwise.launch.compile_cache import compile_cache
+from shardwise.launch.evidence import find_mismatch, gather_evidence
 from shardwise.launch.explain import verdict
 from shardwise.launch.last_words import UNCAUGHT, last_words
 from shardwise.launch.policy import Decision, Finish, GiveUp, RankExit, Restart, decide
@@ -156,7 +157,7 @@ def _attempt(
         place = Place(world_size=spec.nproc, store_host=LOOPBACK, store_port=port, restarts=restarts)
         ranks = start_ranks(spec, run, starter, place)
         write_start(log, spec, place, ranks)
-        return supervise(
+        outcome = supervise(
             ranks,
             failure_of=partial(find_failure, run),
             ended=partial(write_exit, log),
@@ -166,6 +167,8 @@ def _attempt(
         )
     finally:
         store.end()
+    exits = gather_evidence(outcome.exits, run)
+    return replace(outcome, exits=exits, mismatch=find_mismatch(exits))
 
 
 @dataclass(frozen=True, kw_only=True)

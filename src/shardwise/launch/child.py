@@ -100,6 +100,7 @@ def _run(order: StartRank) -> None:
             own = own.tb_next  # our frames say nothing to the user
         error = error.with_traceback(own)
         write_failure(Path(order.failure), describe_failure(error, order.rank))
+        sys.last_value = error  # as Python leaves it after an exception that nobody caught
         traceback.print_exception(error)
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from shardwise.launch.supervise import Outcome
     from shardwise.run import RunDirectory
 
-_LOG_LINES = 20
 _MOST_LETTERS = 200
 """Of a message in the last line: the whole is in the traceback above."""
 
@@ -27,15 +26,12 @@ def explain_outcome(outcome: Outcome, run: RunDirectory) -> str:
     others = [exit_ for exit_ in outcome.exits if exit_.failed and exit_.rank != cause.rank]
     parts = [f"{_name(exit_)} then failed too: {_summary(exit_)}" for exit_ in others]
     parts.append(_evidence(cause, run))
-    parts.append(verdict(outcome, end_of_log(cause, run)))
+    parts.append(verdict(outcome))
     return "\n".join(part for part in parts if part)
 
 
-def verdict(outcome: Outcome, log: tuple[str, ...] = ()) -> str:
-    """Return the root cause of a failed launch in one sentence, with what to do if known; empty when all went well.
-
-    `log` is what the rank said last, where it could not write its failure down.
-    """
+def verdict(outcome: Outcome) -> str:
+    """Return the root cause of a failed launch in one sentence, with what to do if known; empty when all went well."""
     cause = root_cause(outcome.exits)
     if cause is None:
         return f"{outcome.lost}, so all ranks were stopped" if outcome.lost else ""
@@ -44,18 +40,12 @@ def verdict(outcome: Outcome, log: tuple[str, ...] = ()) -> str:
             f"{_name(cause)} failed first: SIGKILL by the kernel, host memory ran out:"
             " use fewer ranks, fewer DataLoader workers, smaller batches, or a larger memory limit"
         )
+    if outcome.mismatch:  # the rank that failed first is then the one that received more than it had asked for
+        return f"{outcome.mismatch}; so {_name(cause)} failed first: {_summary(cause)}"
     if cause.failed:
-        known = translate("\n".join(_said(cause, log)), cause.returncode)
+        known = translate("\n".join(_said(cause)), cause.returncode)
         return f"{_name(cause)} failed first: {_summary(cause)}" + (f": {known}" if known else "")
     return f"{_name(cause)} left first: exit code 0 while its peers still needed it; they lost their connection"
-
-
-def end_of_log(exit_: RankExit, run: RunDirectory) -> tuple[str, ...]:
-    """Return the last lines of a failed rank's standard error, for one that could not write its failure down."""
-    log = run.stderr(exit_.rank)
-    if exit_.failure is not None or not exit_.failed or not log.exists():
-        return ()
-    return tuple(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
 
 
 def _name(exit_: RankExit) -> str:
@@ -70,14 +60,15 @@ def _summary(exit_: RankExit) -> str:
     return f"{exit_.failure.kind}: {first_line}{where}"
 
 
-def _said(exit_: RankExit, log: tuple[str, ...]) -> tuple[str, ...]:
+def _said(exit_: RankExit) -> tuple[str, ...]:
     """What a rank said of its end: its exception, else the end of its log."""
-    return (exit_.failure.kind, exit_.failure.message) if exit_.failure is not None else (*exit_.log, *log)
+    return (exit_.failure.kind, exit_.failure.message) if exit_.failure is not None else exit_.log
 
 
 def _evidence(cause: RankExit, run: RunDirectory) -> str:
     """The rank's own traceback, or the end of its log when it could not write one."""
     if cause.failure is not None:
         return f"rank {cause.rank}:\n{cause.failure.traceback.rstrip()}"
-    tail = cause.log or end_of_log(cause, run)
-    return "\n".join([f"rank {cause.rank}, end of {run.stderr(cause.rank)}:", *tail]) if tail else ""
+    if not cause.log:
+        return ""
+    return "\n".join([f"rank {cause.rank}, end of {run.stderr(cause.rank)}:", *cause.log])

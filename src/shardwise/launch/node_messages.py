@@ -132,6 +132,8 @@ class Over(msgspec.Struct, frozen=True, tag="over"):
     lost: str = ""
     interrupted: int = 0
     out_of_memory: bool = False
+    mismatch: str = ""
+    """Which collectives of the ranks did not match, if that ended them."""
 
 
 class Relay(msgspec.Struct, frozen=True, tag="relay"):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.run.exitcodes import BAD_INPUT, PREEMPTED
 from shardwise.run.failure import Failure  # noqa: TC001 - read at run time by msgspec
+from shardwise.run.last_calls import LastCalls  # noqa: TC001 - read at run time by msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +28,9 @@ class RankExit:
     place: str = ""
     """Node that it ran on, in words; empty when there is one node."""
     log: tuple[str, ...] = ()
-    """Last lines of its standard error, where the log itself is on another node."""
+    """Last lines of its standard error, if it could not write its failure down."""
+    calls: LastCalls | None = None
+    """Its last collectives, where they were recorded and a failure is to be explained."""
 
     @property
     def failed(self) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from shardwise.launch.evidence import find_mismatch
 from shardwise.launch.membership import EndRun, Limits, RoundStatus, decide_round, place_node
 from shardwise.launch.node_messages import (
     Again,
@@ -313,13 +314,16 @@ class Roster:
 
 def _over(decision: EndRun, last: _Round) -> Over:
     """Return what every node hears at the end: of all exits, those that the report tells of."""
-    exits = tuple(exit_ for _, ended in last.ends for exit_ in ended.exits if exit_.failed or exit_ == decision.cause)
+    ends = [exit_ for _, ended in last.ends for exit_ in ended.exits]
+    # What was compared here need not travel again.
+    exits = tuple(replace(exit_, calls=None) for exit_ in ends if exit_.failed or exit_ == decision.cause)
     return Over(
         exit_code=decision.exit_code,
         failed=decision.failed,
         exits=exits,
-        cause=decision.cause,
+        cause=replace(decision.cause, calls=None) if decision.cause is not None else None,
         lost=decision.lost,
         interrupted=last.interrupted,
         out_of_memory=any(ended.out_of_memory for _, ended in last.ends),
+        mismatch=find_mismatch(ends) if decision.failed else "",
     )

@@ -24,7 +24,7 @@ from shardwise.launch.attempts import (
     write_start,
 )
 from shardwise.launch.channel import Channel
-from shardwise.launch.explain import end_of_log
+from shardwise.launch.evidence import gather_evidence
 from shardwise.launch.meeting import PRELOAD
 from shardwise.launch.network import interface_of, listen, own_address
 from shardwise.launch.node_messages import (
@@ -106,7 +106,13 @@ def launch_nodes(
 
 def _launched(over: Over, restarts: int) -> Launched:
     exits = rebased(over.exits)
-    outcome = Outcome(exits=exits, interrupted=over.interrupted, lost=over.lost, out_of_memory=over.out_of_memory)
+    outcome = Outcome(
+        exits=exits,
+        interrupted=over.interrupted,
+        lost=over.lost,
+        out_of_memory=over.out_of_memory,
+        mismatch=over.mismatch,
+    )
     decision = GiveUp(cause=over.cause) if over.failed else Finish(exit_code=over.exit_code)
     return Launched(decision=decision, outcome=outcome, restarts=restarts)
 
@@ -315,7 +321,7 @@ def _ended(round_: int, outcome: Outcome, run: RunDirectory, *, is_stopped: bool
     """Return what the hub hears of the ranks of this node; if it stopped them itself, not why they were stopped."""
     return Ended(
         round_,
-        rebased(replace(exit_, log=end_of_log(exit_, run)) for exit_ in outcome.exits),
+        rebased(gather_evidence(outcome.exits, run)),
         lost="" if is_stopped else outcome.lost,
         by_verdict=outcome.by_verdict and not is_stopped,
         out_of_memory=outcome.out_of_memory,

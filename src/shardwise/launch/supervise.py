@@ -71,6 +71,8 @@ class Outcome:
     """`lost` is the verdict of an observer that stopped the ranks: another attempt may do better."""
     out_of_memory: bool = False
     """The kernel killed a process of this cgroup for want of memory meanwhile."""
+    mismatch: str = ""
+    """Which collectives of the ranks did not match, if that ended them; else empty."""
 
 
 @dataclass

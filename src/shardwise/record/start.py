@@ -59,12 +59,17 @@ def _record(ring: CallRing, world_size: int) -> None:
 
 
 def _register_stacks(run: RunDirectory, rank: int) -> int:
-    """Have STACKS_SIGNAL append all stacks to a file, also while C code holds the interpreter; returns its number."""
+    """Have STACKS_SIGNAL append all stacks to a file, also while C code holds the interpreter; returns its number.
+
+    A fatal signal, such as the SIGABRT of gloo, does the same, unless somebody has asked faulthandler for it before.
+    """
     if not STACKS_SIGNAL:
         return 0
     path = run.stack_samples(rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a")
+    if not faulthandler.is_enabled():
+        faulthandler.enable(file=file, all_threads=True)
     with contextlib.suppress(RuntimeError, ValueError):  # no such signal here: then there are no stacks
         faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
         return int(STACKS_SIGNAL)

@@ -113,6 +113,11 @@ class CallReader:
         return tuple(call for call in self._open.values() if call.is_waited_for)
 
     @property
+    def pending(self) -> tuple[Call, ...]:
+        """The calls that were issued and not done at the last look, waited for or not."""
+        return tuple(self._open.values())
+
+    @property
     def newest(self) -> Call | None:
         """The last call that was issued, None before the first."""
         return max(self.last.values(), key=lambda call: call.entered, default=None)

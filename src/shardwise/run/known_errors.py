@@ -86,6 +86,13 @@ KNOWN_ERRORS = (
         "run 'shardwise doctor env'; unset NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, or name one of 'ip -br addr'",
     ),
     _error(
+        "collective mismatch",
+        r"Received data size doesn't match expected size|Is there a distributed collective mismatch",
+        "this rank received more bytes than its collective expects: two ranks made different calls",
+        "have every rank make the same collectives in the same order, with equal shapes and dtypes; recorded calls"
+        " (--hang-after above 0) name both lines",
+    ),
+    _error(
         "peer lost",
         r"(gloo|nccl|store)[\s\S]*(Connection (closed|reset) by|remote process exited|Broken pipe)"
         r"|Connection (closed|reset) by[\s\S]*(gloo|nccl|store)|\[ring\] connection to a peer was lost",

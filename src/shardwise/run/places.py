@@ -1,4 +1,4 @@
-"""Ranks and source lines in words."""
+"""Source lines as messages show them."""
 
 from __future__ import annotations
 
