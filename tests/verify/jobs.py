@@ -79,6 +79,16 @@ untied = decoder(
     )
 )
 batch_norm = points(normed)
+
+
+def biased():
+    """Biases before batch normalization, whose exact gradient is zero."""
+    parts = [torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU()]
+    parts += [torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU()]
+    return torch.nn.Sequential(*parts, torch.nn.Linear(8, 3))
+
+
+amplified = points(biased, optimizer=sw.adamw(lr=1e-2, eps=1e-15))
 noisy = points(lambda: Noisy(6, 3))
 restless = points(lambda: Restless(6, 3))
 

@@ -129,6 +129,24 @@ def test_stale_buffers(plant):
     assert finding.parameter.startswith("1.")
 
 
+def test_stale_buffers_of_a_job_whose_noise_the_optimizer_amplifies(plant):
+    plant(BatchNorm, "_track", lambda right, self, *stats: right(self, *stats) if dist.get_rank() == 0 else None)
+    finding = finding_on("ddp", job="amplified")
+    assert (finding.cause, finding.ranks) == ("stale buffers", (1,))
+
+
+def test_weights_beside_amplified_noise_keep_their_sharp_limit(plant):
+    def decay_twice(right, self, *args, **kwargs):
+        self.param_groups[0]["params"][0].data.mul_(1 - 1e-7)
+        return right(self, *args, **kwargs)
+
+    plant(torch.optim.AdamW, "step", decay_twice)
+    verdict = verdict_on("ddp", job="amplified")
+    assert (verdict.status, verdict.left_out) == ("failed", 16)
+    assert verdict.findings[0].cause == "different updates"
+    assert verdict.first.limit < 1e-8
+
+
 def test_skipped_last_micro_batch(plant):
     plant(plain.PlainStep, "_accumulate", lambda right, self, batches, weight: right(self, batches[:-1], weight))
     finding = finding_on("ddp+accumulation=5")

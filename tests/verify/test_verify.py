@@ -31,6 +31,13 @@ def test_batch_norm_is_compared_with_one_process_that_groups_its_rows_alike():
     assert [verdict.status for verdict in report.verdicts] == ["passed", "passed"]
 
 
+def test_elements_whose_gradient_is_noise_are_left_out_and_counted():
+    report = report_on(["ddp", "zero3"], job="amplified")
+    for verdict in report.verdicts:
+        assert (verdict.status, verdict.left_out) == ("passed", 16)  # both biases before batch normalization
+        assert "16 of 187 elements of parameters left out" in verdict.measure
+
+
 def test_keyed_masks_are_compared_with_dropout_on():
     report = report_on(["ddp", "zero3+accumulation=2", "ddp+compile=blocks"], job="keyed_dropout")
     assert [verdict.status for verdict in report.verdicts] == ["passed", "passed", "refused"]

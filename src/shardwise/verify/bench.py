@@ -11,25 +11,23 @@ import msgspec
 from shardwise.errors import InputError, TrainingError
 from shardwise.launch import run_forked
 from shardwise.verify.capture import Traced, trace
-from shardwise.verify.compare import EXACT, KINDS, NOISE, Comparison, compare
+from shardwise.verify.compare import Comparison, Limits, compare, strict_limits
+from shardwise.verify.noise import is_comparable, may_be_noise, measure_noise
 from shardwise.verify.plans import Exact, one_process
 from shardwise.verify.ranks import on_ranks
 from shardwise.verify.variants import Variant
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from pathlib import Path
 
     from shardwise.job.engine import MadeFor
     from shardwise.layout import Layout
     from shardwise.plan import Plan
     from shardwise.verify.prepare import Preparation
-    from shardwise.verify.report import Kind
 
 T = TypeVar("T")
 
-_LEAST_NOISE = 2.0**-23
-"""One rounding error of fp32: a floor of zero only means that the trials happened to agree."""
 _SPLITS = (2, 4, 5)
 
 
@@ -59,7 +57,7 @@ class Bench:
     made_for: MadeFor = "torch"
     """Whose module the job's model is."""
     _ones: dict[tuple[Exact, Variant, int], Record] = field(default_factory=dict)
-    _limits: dict[Exact, dict[Kind, float]] = field(default_factory=dict)
+    _noise: dict[Exact, Limits] = field(default_factory=dict)
     _number: int = 0
 
     def run(
@@ -113,7 +111,7 @@ class Bench:
             return "fp32", (f"compared in fp32: MLX does not train this model in fp64 ({reason})",)
         return asked, ()
 
-    def compare(self, record: Record, expected: Record, limits: Mapping[Kind, float]) -> Comparison:
+    def compare(self, record: Record, expected: Record, limits: Limits) -> Comparison:
         """Compare a training with one of one process."""
         return self.apart(
             lambda: compare(
@@ -126,27 +124,36 @@ class Bench:
             )
         )
 
+    def compare_with_one(self, record: Record, expected: Record, dtype: Exact) -> tuple[Comparison, Limits]:
+        """Compare strictly; where rounding noise may explain what is off in fp64, measure it and compare again."""
+        limits = self.limits(dtype)
+        comparison = self.compare(record, expected, limits)
+        if dtype == "fp64" and comparison.first is not None and may_be_noise(comparison.first):
+            noise = self.noise(dtype)
+            if is_comparable(noise):
+                return self.compare(record, expected, noise), noise
+        return comparison, limits
+
     def apart(self, work: Callable[[], T]) -> T:
         """Do work with tensors in a fork, so that this process stays fit to be forked."""
         result: T = run_forked(lambda _: work(), 1, timeout_s=self.timeout_s)[0]
         return result
 
-    def limits(self, dtype: Exact) -> dict[Kind, float]:
-        """Return the largest gap that is still equal, by kind of value: in fp32 from the measured noise."""
-        if dtype == "fp64":
-            return dict.fromkeys(KINDS, EXACT)
-        if dtype not in self._limits:
-            self._limits[dtype] = self._noise_limits(dtype)
-        return self._limits[dtype]
+    def limits(self, dtype: Exact) -> Limits:
+        """Return the largest gaps that are still equal: 1e-9 in fp64, in fp32 from the measured noise."""
+        return strict_limits() if dtype == "fp64" else self.noise(dtype)
 
-    def _noise_limits(self, dtype: Exact) -> dict[Kind, float]:
+    def noise(self, dtype: Exact) -> Limits:
+        """Return the limits that the measured noise of the job sets, in either dtype; trains one process again."""
+        if dtype not in self._noise:
+            self._noise[dtype] = self._measure_noise(dtype)
+        return self._noise[dtype]
+
+    def _measure_noise(self, dtype: Exact) -> Limits:
         """One process against itself, with sums in other orders and weights moved by one rounding error."""
         base = self.one(dtype)
         variants = [Variant(reverse=True), Variant(nudge=True)]
         if not base.traced[0].has_batch_norm:
             variants += [Variant(accumulation=parts) for parts in _SPLITS if self.batch_size % parts == 0]
-        floors = dict.fromkeys(KINDS, _LEAST_NOISE)
-        for variant in variants:
-            found = self.compare(self.one(dtype, variant), base, dict.fromkeys(KINDS, EXACT)).largest
-            floors = {kind: max(floor, found.get(kind, 0.0)) for kind, floor in floors.items()}
-        return {kind: NOISE * floor for kind, floor in floors.items()}
+        others = [self.one(dtype, variant) for variant in variants]
+        return self.apart(lambda: measure_noise(dtype, base, others, self.folder / f"compared-{dtype}.pt"))

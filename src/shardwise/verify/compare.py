@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import combinations
+from pathlib import Path  # noqa: TC003 - msgspec reads the annotation
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,7 +15,6 @@ from shardwise.verify.report import Gap, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from torch import Tensor
 
@@ -28,6 +28,34 @@ SMALL = 1e-3
 """Tensors below this share of the largest one are measured against it: a gradient that is zero but for rounding
 (the bias of attention keys) has no scale of its own."""
 KINDS: tuple[Kind, ...] = ("initial value", "loss", "gradient", "gradient norm", "parameter", "buffer")
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """The largest gaps that still count as equal, and the elements of parameters that are compared at all."""
+
+    kinds: dict[Kind, float]
+    buffers: dict[str, float] = {}
+    """Own limits of buffers that follow ill-conditioned parameters, such as the running mean behind a bias."""
+    compared: Path | None = None
+    """File with a mask for every parameter of which only some elements are compared; None compares all."""
+    left_out: int = 0
+    """Elements of parameters that the masks leave out."""
+    elements: int = 0
+    """Elements of all parameters."""
+
+    def of(self, kind: Kind, name: str = "") -> float:
+        """Return the limit of one value."""
+        limit = self.kinds[kind]
+        return max(limit, self.buffers.get(name, 0.0)) if kind == "buffer" else limit
+
+    def masks(self) -> dict[str, Tensor]:
+        """Return by parameter the elements that are compared; parameters without an entry are compared whole."""
+        return {} if self.compared is None else _load(self.compared)
+
+
+def strict_limits() -> Limits:
+    """Return the limits of fp64 for a job whose rounding errors nothing amplifies."""
+    return Limits(kinds=dict.fromkeys(KINDS, EXACT))
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +78,7 @@ def compare(
     folder: Path,
     expected_folder: Path,
     layout: Layout,
-    limits: Mapping[Kind, float],
+    limits: Limits,
 ) -> Comparison:
     """Compare a plan's ranks with one process; reads whole tensors from both folders."""
     worst: Gap | None = None
@@ -82,7 +110,7 @@ def _moments(  # noqa: PLR0917 - positions of one private caller
     folder: Path,
     expected_folder: Path,
     layout: Layout,
-    limits: Mapping[Kind, float],
+    limits: Limits,
 ) -> Iterator[list[Gap]]:
     """Yield the gaps of each moment, in the order of training."""
     steps = len(expected.losses)
@@ -104,7 +132,7 @@ def _moments(  # noqa: PLR0917 - positions of one private caller
         yield _rank_gaps("parameter", step, [each.parameters[step + 1] for each in observed], layout, limits)
     for kind in ("parameter", "buffer"):
         found, wanted = (_load(values_file(each, steps))[f"{kind}s"] for each in (folder, expected_folder))
-        yield _tensor_gaps(kind, None, found, wanted, limits)
+        yield _tensor_gaps(kind, None, found, wanted, limits, limits.masks() if kind == "parameter" else None)
     yield _rank_gaps("buffer", None, [each.buffers for each in observed], layout, limits)
 
 
@@ -117,8 +145,14 @@ def _values(folder: Path, step: int) -> dict[str, Tensor]:
     return {**values["parameters"], **values["buffers"]}
 
 
-def relative_gaps(observed: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return by name the largest difference over the largest value; infinite where one side lacks it or is NaN."""
+def relative_gaps(
+    observed: Mapping[str, Tensor], expected: Mapping[str, Tensor], compared: Mapping[str, Tensor] | None = None
+) -> dict[str, float]:
+    """Return by name the largest difference over the largest value; infinite where one side lacks it or is NaN.
+
+    `compared` masks the elements whose difference counts; a tensor that it does not name counts whole.
+    """
+    compared = compared or {}
     overall = max((_top(value) for value in expected.values()), default=0.0)
     gaps = {name: math.inf for name in observed if name not in expected}
     for name, wanted in expected.items():
@@ -127,7 +161,10 @@ def relative_gaps(observed: Mapping[str, Tensor], expected: Mapping[str, Tensor]
             gaps[name] = math.inf
             continue
         scale = max(_top(wanted), SMALL * overall)
-        gaps[name] = _ratio(_top(found.double() - wanted.double()), scale)
+        difference = found.double() - wanted.double()
+        if name in compared:
+            difference = difference[compared[name]]
+        gaps[name] = _ratio(_top(difference), scale)
     return gaps
 
 
@@ -141,22 +178,22 @@ def _ratio(difference: float, scale: float) -> float:
     return difference / scale if scale else math.inf if difference else 0.0
 
 
-def _tensor_gaps(
+def _tensor_gaps(  # noqa: PLR0917 - positions of private callers
     kind: Kind,
     step: int | None,
     observed: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
-    limits: Mapping[Kind, float],
+    limits: Limits,
+    compared: Mapping[str, Tensor] | None = None,
 ) -> list[Gap]:
-    gaps = relative_gaps(observed, expected)
+    gaps = relative_gaps(observed, expected, compared)
     return [
-        Gap(kind=kind, name=name, step=step, relative=relative, limit=limits[kind]) for name, relative in gaps.items()
+        Gap(kind=kind, name=name, step=step, relative=relative, limit=limits.of(kind, name))
+        for name, relative in gaps.items()
     ]
 
 
-def _rank_gaps(
-    kind: Kind, step: int | None, prints: Sequence[Prints], layout: Layout, limits: Mapping[Kind, float]
-) -> list[Gap]:
+def _rank_gaps(kind: Kind, step: int | None, prints: Sequence[Prints], layout: Layout, limits: Limits) -> list[Gap]:
     """Compare ranks that hold the same piece; not across stages, which may keep buffers of others unused."""
     overall = max((norm for each in prints for _, norm in each.values()), default=0.0)
     gaps = []
@@ -167,7 +204,8 @@ def _rank_gaps(
             (print_, norm), (other_print, other_norm) = prints[one][key], prints[other][key]
             relative = _ratio(abs(print_ - other_print), max(norm, other_norm, SMALL * overall))
             between = f"ranks {one} and {other}"
-            gaps.append(Gap(kind=kind, name=key, step=step, relative=relative, limit=limits[kind], between=between))
+            limit = limits.of(kind, key)
+            gaps.append(Gap(kind=kind, name=key, step=step, relative=relative, limit=limit, between=between))
     return gaps
 
 
@@ -176,10 +214,10 @@ def _number_gap(  # noqa: PLR0917 - positions of private callers
     step: int,
     observed: float | None,
     expected: float | None,
-    limits: Mapping[Kind, float],
+    limits: Limits,
     between: str = "the plan and one process",
 ) -> Gap:
     assert observed is not None  # noqa: S101 - callers pass over what was not measured
     assert expected is not None  # noqa: S101
     relative = _ratio(abs(observed - expected), abs(expected))
-    return Gap(kind=kind, name="", step=step, relative=relative, limit=limits[kind], between=between)
+    return Gap(kind=kind, name="", step=step, relative=relative, limit=limits.of(kind), between=between)

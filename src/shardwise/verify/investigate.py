@@ -56,7 +56,7 @@ def investigate(bench: Bench, case: Case) -> list[Finding]:
             Evidence(
                 plan=case.plan,
                 comparison=case.comparison,
-                tolerance=bench.limits(case.precision)["gradient"],
+                tolerance=bench.limits(case.precision).of("gradient"),
                 step=step,
                 traced=case.record.traced,
                 again=again.traced,

@@ -63,6 +63,8 @@ class PlanVerdict(msgspec.Struct, frozen=True, kw_only=True):
     worst: Gap | None = None
     first: Gap | None = None
     """The first value, in the order of training, that is beyond its limit."""
+    left_out: int = 0
+    """Elements of parameters that were not compared: their gradient is rounding noise that the optimizer amplifies."""
     findings: tuple[Finding, ...] = ()
     reason: str = ""
     """Why a plan was refused or crashed."""

@@ -13,15 +13,17 @@ from shardwise.parallel.support import require_supported
 from shardwise.verify.compare import relative_gaps
 from shardwise.verify.kill import Kill, LifeFolder, choose_kills, live
 from shardwise.verify.lives import BETWEEN, Life, find_parting, loss_gaps, name_values
+from shardwise.verify.noise import is_comparable
 from shardwise.verify.plans import changed_numbers, in_precision, settle_plan
 from shardwise.verify.ranks import on_ranks
 from shardwise.verify.report import Finding, Gap, PlanVerdict
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from shardwise.plan import Plan
     from shardwise.verify.bench import Bench
+    from shardwise.verify.compare import Limits
     from shardwise.verify.plans import Exact
     from shardwise.verify.report import Kind
 
@@ -46,15 +48,19 @@ def judge_resume(bench: Bench, name: str, plan: Plan, names: Sequence[str], prec
         # The first kill comes before the checkpoint of its step, the second tears the one that it names.
         second = lab.live("second", f"{here}, resumed", plan, begins=kills[0].step, kill=kills[1])
         target, last = lab.live_on(targets, precision, begins=kills[1].step - 1)
-        gaps = loss_gaps(whole, [first, second, last], limits["loss"])
-        parting = find_parting(whole, [first, second, last], limits["loss"], draws_random=one.draws_random)
+        gaps = loss_gaps(whole, [first, second, last], limits.of("loss"))
+        parting = find_parting(whole, [first, second, last], limits.of("loss"), draws_random=one.draws_random)
         finding = None if parting is None else parting.finding
         if parting is None:
             final = bench.apart(lambda: value_gaps(lab.at("last"), lab.at("whole"), limits))
+            noise = limits
+            if any(gap.beyond > 1 for gap in final) and is_comparable(bench.noise(precision)):
+                noise = bench.noise(precision)
+                final = bench.apart(lambda: value_gaps(lab.at("last"), lab.at("whole"), noise))
             finding = name_values(final)
             gaps += final
         elif parting.life is last and not one.draws_random:
-            finding = lab.blame_plan(whole, last.words, target, limits["loss"]) or finding
+            finding = lab.blame_plan(whole, last.words, target, limits.of("loss")) or finding
     return PlanVerdict(
         plan=name,
         status="passed" if finding is None else "failed",
@@ -65,13 +71,14 @@ def judge_resume(bench: Bench, name: str, plan: Plan, names: Sequence[str], prec
     )
 
 
-def value_gaps(folder: LifeFolder, expected: LifeFolder, limits: Mapping[Kind, float]) -> list[Gap]:
+def value_gaps(folder: LifeFolder, expected: LifeFolder, limits: Limits) -> list[Gap]:
     """Return how far final parameters and buffers are apart; reads the files of both lives."""
     found, wanted = folder.values(), expected.values()
+    masks = {"parameter": limits.masks(), "buffer": {}}
     return [
-        Gap(kind=kind, name=name, step=None, relative=relative, limit=limits[kind], between=BETWEEN)
+        Gap(kind=kind, name=name, step=None, relative=relative, limit=limits.of(kind, name), between=BETWEEN)
         for kind in _KINDS
-        for name, relative in relative_gaps(found[kind], wanted[kind]).items()
+        for name, relative in relative_gaps(found[kind], wanted[kind], masks[kind]).items()
     ]
 
 

@@ -16,10 +16,11 @@ from shardwise.job.engine import engine_of
 from shardwise.launch import run_forked
 from shardwise.parallel.support import require_supported
 from shardwise.verify.bench import Bench, Record
-from shardwise.verify.compare import losses_of
+from shardwise.verify.compare import EXACT, losses_of
 from shardwise.verify.investigate import Case, investigate
 from shardwise.verify.kill import choose_kills
 from shardwise.verify.masks import judge_masks, watch_masks
+from shardwise.verify.noise import conditions
 from shardwise.verify.plans import (
     Exact,
     all_plans,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from shardwise.job.job import Masks
     from shardwise.plan import Plan
     from shardwise.verify.capture import Traced
+    from shardwise.verify.compare import Limits
 
 _MEASURES = {"fp64": "every value equal to 1e-09 in fp64", "fp32": "every value within 4 noise floors in fp32"}
 _NOTES = {"drawn": "every dropout is set to 0", "keyed": "dropout is on: its masks are keyed"}
@@ -166,7 +168,7 @@ def _judge_by_value(bench: Bench, name: str, plan: Plan, precision: Exact) -> Pl
     """Compare every value, and look for the cause when one is off."""
     variant = _twin(bench, plan, precision)
     record = bench.run(plan)
-    comparison = bench.compare(record, bench.one(precision, variant), bench.limits(precision))
+    comparison, limits = bench.compare_with_one(record, bench.one(precision, variant), precision)
     if comparison.first is None:
         findings = [*not_applied(plan, record.traced), *_mask_findings(bench, plan)]
     elif plan.engine == "mlx":
@@ -179,11 +181,20 @@ def _judge_by_value(bench: Bench, name: str, plan: Plan, precision: Exact) -> Pl
     return PlanVerdict(
         plan=name,
         status="failed" if findings else "passed",
-        measure=_MEASURES[precision],
+        measure=_measure(precision, limits),
+        left_out=limits.left_out,
         worst=comparison.worst,
         first=comparison.first,
         findings=tuple(findings),
     )
+
+
+def _measure(precision: Exact, limits: Limits) -> str:
+    """Say what every value was held to, and what was left out."""
+    loosest = max(limits.kinds.values())
+    if precision == "fp64" and loosest > EXACT:
+        return f"every value within 4 noise floors in fp64 (at most {loosest:.1e}){conditions(limits)}"
+    return _MEASURES[precision] + conditions(limits)
 
 
 def _mask_findings(bench: Bench, plan: Plan) -> list[Finding]:
