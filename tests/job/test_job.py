@@ -2,6 +2,8 @@ import math
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader
 
 import shardwise as sw
 from shardwise.errors import InputError, JobError
@@ -36,6 +38,13 @@ def make(**changes):
         ({"metrics": {"accuracy": 1}}, "accuracy"),
         ({"lora": object()}, r"sw\.Lora"),
         ({"seed": -1}, "seed"),
+        (
+            {"optimizer": torch.optim.SGD([torch.ones(1)])},
+            "^Job.optimizer is an instance of SGD, not a function: .*SGD",
+        ),
+        ({"data": DataLoader([1, 2])}, "^Job.data is an instance of DataLoader, not a function: .*to a dataset"),
+        ({"schedule": StepLR(torch.optim.SGD([torch.ones(1)]), 2)}, "^Job.schedule is an instance of StepLR, .*factor"),
+        ({"schedule": StepLR}, "^Job.schedule is <class 'torch.*StepLR'>, not a function: .*factor"),
     ],
 )
 def test_a_job_that_cannot_be_trained_is_refused(changes, word):

@@ -161,6 +161,8 @@ def test_report_ends_with_the_root_cause(folder, how, last):
     done = launch(folder, "--nproc", "2", "script.py", how, "9")
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-2].startswith(last), done.stderr
+    assert done.stderr.count("in <module>") <= 2, done.stderr  # one traceback each, also of the rank that failed first
+    assert done.stderr.count('raise ValueError("rank one is tired")') == (how == "raise"), done.stderr
     assert not working_in(folder)
 
 

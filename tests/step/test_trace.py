@@ -131,6 +131,12 @@ def test_a_model_that_reads_what_it_computed_is_refused():
         trace(job, compute="fp32", gathered=False)
 
 
+def test_a_frozen_model_is_refused_as_train_refuses_it():
+    job = dataclasses.replace(decoder_job(), model=lambda: torch.nn.Linear(2, 2).requires_grad_(False))
+    with pytest.raises(JobError, match="no trainable parameter"):
+        Subject.of(job, "fp32", gathered=False)
+
+
 def test_batch_norms_tie_samples_together():
     def job(norm):
         return sw.Job(

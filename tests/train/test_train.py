@@ -2,12 +2,13 @@
 
 import json
 import math
+import re
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import shardwise as sw
 from shardwise.errors import DataError, JobError, PlanError, TrainingError
@@ -67,6 +68,87 @@ def test_epochs_steps_and_tokens_give_the_same_training():
     assert by_epochs.steps == by_steps.steps == by_tokens.steps == 10
     assert by_epochs.loss == by_steps.loss == by_tokens.loss
     assert by_epochs.samples == 100
+
+
+class NamedPoints(Points):
+    """The same points as dicts."""
+
+    def __init__(self, target="y"):
+        super().__init__()
+        self.target = target
+
+    def __getitem__(self, index):
+        return dict(zip(("input", self.target), super().__getitem__(index), strict=True))
+
+
+class NamedLinear(nn.Linear):
+    """A layer that takes all columns of a dict batch."""
+
+    def __init__(self):
+        super().__init__(1, 1)
+
+    def forward(self, input, **_):  # noqa: A002 - as torch names it
+        return super().forward(input)
+
+
+REFUSED_JOBS = {
+    "vector loss": (
+        {"loss": sw.Loss(sum=lambda output, batch: (output - batch[-1]).square())},
+        r'Loss\.sum returned a tensor of shape \[6, 1\].*: return the sum over all rows: reduction="sum"',
+    ),
+    "loss that is a number": (
+        {"loss": sw.Loss(sum=lambda output, _: output.sum().item())},
+        r"Loss\.sum returned float",
+    ),
+    "vector metric": (
+        {"metrics": {"error": sw.Metric(sum=lambda output, batch: output - batch[-1])}},
+        r"Metric\.sum returned a tensor of shape \[\d+, 1\]",
+    ),
+    "data loader": (
+        {"data": lambda _: DataLoader(Points(50))},
+        r"Job\.data returned a DataLoader for split 'train'.*: return its dataset",
+    ),
+    "data loader for the test split": (
+        {"data": lambda split: Points(50) if split == "train" else DataLoader(Points(50))},
+        "DataLoader for split 'test'",
+    ),
+    "factory of torch's schedulers": (
+        {"schedule": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2)},
+        r"Job\.schedule\(0, 10\) raised TypeError: .*takes 1 positional argument.*\(step, total\) -> factor",
+    ),
+    "schedule that returns nothing": ({"schedule": lambda *_: None}, r"Job\.schedule\(0, 10\) returned a NoneType"),
+    "everything frozen": ({"model": lambda: nn.Linear(1, 1).requires_grad_(False)}, "no trainable parameter"),
+    "dict batches": (
+        {"data": lambda _: NamedPoints(), "model": NamedLinear},
+        "dict with the keys input, y, and squared_error reads its target .*: return .inputs..., target.",
+    ),
+    "dict batches with labels": (
+        {
+            "data": lambda _: NamedPoints(target="labels"),
+            "model": NamedLinear,
+            "loss": sw.losses.cross_entropy,
+        },
+        r"dict with the keys input, labels, and cross_entropy reads .*: use sw\.losses\.labels",
+    ),
+}
+
+
+def refusals(world):
+    """Return by name how each job that cannot be trained is refused; every rank refuses it alike."""
+    found = {}
+    for name, (changes, _) in REFUSED_JOBS.items():
+        try:
+            trained(world, make_job(**changes))
+        except Exception as error:  # noqa: BLE001 - the test tells a refusal from a crash
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def test_jobs_that_cannot_be_trained_are_refused_in_one_sentence():
+    for found in run_ranks(refusals, 2):
+        for name, (_, sentence) in REFUSED_JOBS.items():
+            assert re.match(f"(JobError|DataError): .*{sentence}", found.get(name, "trained")), (name, found.get(name))
+            assert "\n" not in found[name]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

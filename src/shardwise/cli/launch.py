@@ -16,6 +16,7 @@ from shardwise.run.exitcodes import INTERRUPTED, JOB_FAILED
 
 if TYPE_CHECKING:
     from shardwise.cli.launch_plan import SettledLaunch
+    from shardwise.cli.tee import Tee
     from shardwise.doctor.guard import Guard
     from shardwise.doctor.replicas import ReplicaWatch
     from shardwise.launch import Launched
@@ -99,12 +100,12 @@ def command(*, script: str, arguments: tuple[str, ...], log_dir: Path | None, dr
     warm = _join(settled.spec.nproc, settled.warm_idle_s) if settled.warm_idle_s is not None else None
     become_reaper()
     try:
-        launched, run, guards = _launch(settled, log_dir, warm)
+        launched, run, guards, tee = _launch(settled, log_dir, warm)
     finally:
         kill_descendants()  # also what left its rank's process group, or outlived a killed fork parent
     tell_effects(options["preset"], settled.spec.variables, run)
     if isinstance(launched.decision, GiveUp):
-        close_guards(guards, explain_outcome(launched.outcome, run))
+        close_guards(guards, explain_outcome(launched.outcome, run, shown=tee.ranks))
         complain(f"shardwise: the run is in {run.path}")
         return JOB_FAILED
     if launched.outcome.interrupted and launched.decision.exit_code == 0:  # type: ignore[union-attr]
@@ -115,7 +116,7 @@ def command(*, script: str, arguments: tuple[str, ...], log_dir: Path | None, dr
 
 def _launch(
     settled: SettledLaunch, log_dir: Path | None, warm: ForkStarter | None
-) -> tuple[Launched, RunDirectory, list[Guard | ReplicaWatch]]:
+) -> tuple[Launched, RunDirectory, list[Guard | ReplicaWatch], Tee]:
     """Run it on this machine, or on this and others; return how it ended, where that is written, and who looked on."""
     from shardwise.cli.tee import Tee
     from shardwise.launch import launch
@@ -127,8 +128,9 @@ def _launch(
         run = create_run(log_dir, spec.target.name)
         ranks = range(spec.nproc)
         guards = [*start_guard(run, settled.hang, ranks), *start_replica_watch(run, settled.replicas, ranks)]
-        launched = launch(spec, run, observers=[Tee(run, settled.shown), *guards], note=complain, warm=warm)
-        return launched, run, guards
+        tee = Tee(run, settled.shown)
+        launched = launch(spec, run, observers=[tee, *guards], note=complain, warm=warm)
+        return launched, run, guards, tee
 
     from shardwise.launch.nodes import join_run, node_facts
     from shardwise.launch.rounds import launch_nodes
@@ -153,7 +155,7 @@ def _launch(
         launched = launch_nodes(
             spec, settled.nodes, link, run, observers=[tee, *guards], placed=follow, note=complain, warm=warm
         )
-        return launched, run, guards
+        return launched, run, guards, tee
 
 
 def _join(nproc: int, idle_s: float) -> ForkStarter | None:

@@ -30,10 +30,15 @@ class Tee:
         self._shown = shown
         self._known: dict[tuple[int, int], _Copy] = {}
         self._copies: list[_Copy] = []
+        self.ranks: set[int] = set()
+        """Those whose standard error has been shown here."""
         self.follow(range(len(shown)))
 
     def follow(self, ranks: range) -> None:
         """Copy the output of these ranks from now on; what was copied of them before is not copied again."""
+        self.ranks.update(
+            rank for rank, (_, error) in zip(ranks, self._shown, strict=True) if error.copied or error.terminal
+        )
         self._copies = [
             self._known.setdefault((rank, stream), self._copy(rank, stream, view))
             for rank, views in zip(ranks, self._shown, strict=True)

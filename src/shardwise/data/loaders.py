@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 
     from shardwise.data.slices import Slices
+    from shardwise.job import Job
 
 _BLOCK = 16384
 """Places permuted at once: under 0.1 us a sample in blocks, 100 us a call."""
@@ -215,6 +216,17 @@ class ReaderShare(IterableDataset[Any]):
         worker = get_worker_info()
         workers, number = (worker.num_workers, worker.id) if worker is not None else (1, 0)
         return islice(iter(self._dataset), self._reader * workers + number, None, self._readers * workers)
+
+
+def dataset_of(job: Job, split: str) -> Any:
+    """Return the job's dataset for a split, None where it has none; a DataLoader is refused."""
+    dataset = job.data(split)
+    if isinstance(dataset, DataLoader):
+        raise DataError(
+            f"Job.data returned a DataLoader for split {split!r}, and the job makes its own on every rank",
+            fix="return its dataset; batch_size=, num_workers= and collate= belong to the Job",
+        )
+    return dataset
 
 
 def dataset_length(dataset: Sized) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from shardwise.errors import JobError
 from shardwise.job.lora import Lora
 from shardwise.job.loss import Loss, Metric
 from shardwise.job.rules_file import as_rules
-from shardwise.job.schedules import Constant, Schedule
+from shardwise.job.schedules import Constant, Schedule, is_torch_scheduler
 
 if TYPE_CHECKING:
     from torch import nn
@@ -79,11 +80,12 @@ class Job:
         if finished and not isinstance(self.model, type):
             raise JobError(f"Job.model is a finished {type(self.model).__name__}", fix=_CALLABLES["model"])
         for name in ("model", "data", "optimizer", "forward", "schedule"):
-            if not callable(getattr(self, name)):
-                raise JobError(f"Job.{name} is {getattr(self, name)!r}, not callable", fix=_CALLABLES[name])
+            value = getattr(self, name)
+            if not callable(value) or is_torch_scheduler(value):
+                raise JobError(f"Job.{name} is {_described(value)}, not a function", fix=_CALLABLES[name])
         if not isinstance(self.loss, Loss):
             raise JobError(
-                f"Job.loss is {self.loss!r}",
+                f"Job.loss is {_described(self.loss)}, not a Loss",
                 fix="give sw.losses.cross_entropy or sw.Loss(sum=..., count=...)",
             )
         _check_whole("batch_size", self.batch_size, least=1)
@@ -99,11 +101,17 @@ class Job:
             if name == "loss":
                 raise JobError("Job.metrics names one 'loss', which the report has already", fix="give it another name")
             if not isinstance(metric, Metric):
-                raise JobError(f"Job.metrics[{name!r}] is {metric!r}", fix="give sw.Metric(sum=..., count=...)")
+                raise JobError(
+                    f"Job.metrics[{name!r}] is {_described(metric)}", fix="give sw.Metric(sum=..., count=...)"
+                )
         if self.state is not None and not _is_stateful(self.state):
-            raise JobError(f"Job.state is {self.state!r}", fix="give an object with state_dict() and load_state_dict()")
+            raise JobError(
+                f"Job.state is {_described(self.state)}", fix="give an object with state_dict() and load_state_dict()"
+            )
         if self.lora is not None and not isinstance(self.lora, Lora):
-            raise JobError(f"Job.lora is {self.lora!r}", fix='give sw.Lora(targets=("q_proj", "v_proj"), rank=16)')
+            raise JobError(
+                f"Job.lora is {_described(self.lora)}", fix='give sw.Lora(targets=("q_proj", "v_proj"), rank=16)'
+            )
 
     def _check_length(self) -> None:
         given = [name for name in LENGTHS if getattr(self, name) is not None]
@@ -116,15 +124,28 @@ class Job:
 _CALLABLES = {
     "model": "give a function that makes the model, such as lambda: Net()",
     "data": "give a function from a split name to a dataset, such as sw.datasets.digits",
-    "optimizer": "give a factory such as sw.adamw(lr=1e-3)",
+    "optimizer": "give a factory such as sw.adamw(lr=1e-3), or lambda named: torch.optim.SGD(named, lr=0.1)",
     "forward": "give a function (model, batch) -> output",
     "schedule": "give a function (step, total) -> factor, such as sw.schedules.Cosine()",
 }
+
+_LONGEST = 80
+"""Characters of a value that a refusal quotes."""
 
 
 def _check_whole(name: str, value: object, *, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise JobError(f"Job.{name} is {value!r}", fix=f"give a whole number of at least {least}")
+
+
+def _described(value: object) -> str:
+    """Return a value in one short line: its repr, or its class where the repr is long or only an address."""
+    text = repr(value)
+    if isinstance(value, FunctionType):
+        return f"the function {value.__name__}"
+    if "\n" in text or " at 0x" in text or len(text) > _LONGEST:
+        return f"an instance of {type(value).__name__}"
+    return text
 
 
 def _is_stateful(value: object) -> bool:

@@ -35,6 +35,20 @@ class Metric:
                 fix='give a function (batch) -> int, or "samples"',
             )
 
+    def sum_of(self, output: Any, batch: Any) -> Any:
+        """Return the sum over a batch, checked: a scalar of torch or MLX; of a metric a number will do too."""
+        total = self.sum(output, batch)
+        if getattr(total, "ndim", None) == 0:
+            return total
+        if isinstance(total, int | float) and not isinstance(self, Loss):  # nothing back-propagates from a metric
+            return total
+        shape = getattr(total, "shape", None)
+        returned = type(total).__name__ if shape is None else f"a tensor of shape {list(shape)}"
+        raise JobError(
+            f"{type(self).__name__}.sum returned {returned} where a scalar tensor is expected",
+            fix='return the sum over all rows: reduction="sum", or .sum() at the end',
+        )
+
     def count_of(self, batch: Any, rows: int) -> int:
         """Return the count of a batch whose real rows are `rows`."""
         return rows if isinstance(self.count, str) else int(self.count(batch))

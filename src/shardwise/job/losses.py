@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import JobError
+from shardwise.errors import JobError, some_of
 from shardwise.job.loss import Loss
 from shardwise.job.mlx_arrays import cross_entropy_sum, is_mlx_array, nan_to_num
 
@@ -17,35 +18,52 @@ IGNORE = -100
 """Targets with this value count for nothing, as in torch."""
 
 
+def target_of(batch: Any, reader: str) -> Any:
+    """Return the target of an (inputs..., target) batch; `reader` names the loss or metric that reads it."""
+    if not isinstance(batch, Mapping):
+        return batch[-1]
+    fix = f"return (inputs..., target) from the dataset, or write a sw.Loss(sum=..., count=...) in place of {reader}"
+    if "labels" in batch:
+        fix = 'use sw.losses.labels, or sw.losses.next_token for decoders: they read batch["labels"]'
+    raise JobError(
+        f"the batch is a dict with the keys {some_of(map(str, batch), 6)}, and {reader} reads its target from the last"
+        " entry of a tuple",
+        fix=fix,
+    )
+
+
 def _class_sum(output: Any, batch: Any) -> Any:
+    target = target_of(batch, "cross_entropy")
     if is_mlx_array(output):
-        return cross_entropy_sum(output, batch[-1], IGNORE)
+        return cross_entropy_sum(output, target, IGNORE)
     import torch  # found in sys.modules: 0.1 us, where importing a name from a submodule costs 1 us
 
-    return torch.nn.functional.cross_entropy(output, batch[-1], reduction="sum")
+    return torch.nn.functional.cross_entropy(output, target, reduction="sum")
 
 
 def _token_sum(output: Any, batch: Any) -> Any:
+    target = target_of(batch, "token_cross_entropy")
     if is_mlx_array(output):
-        return cross_entropy_sum(output, batch[-1], IGNORE)
+        return cross_entropy_sum(output, target, IGNORE)
     import torch
 
     return torch.nn.functional.cross_entropy(
-        output.flatten(0, 1), batch[-1].flatten(), ignore_index=IGNORE, reduction="sum"
+        output.flatten(0, 1), target.flatten(), ignore_index=IGNORE, reduction="sum"
     )
 
 
 def count_tokens(batch: Any) -> int:
     """Number of targets that are not ignored."""
-    return int((batch[-1] != IGNORE).sum())
+    return int((target_of(batch, "token_cross_entropy") != IGNORE).sum())
 
 
 def _squared_sum(output: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
-    return (output - batch[-1]).square().sum()
+    target: Tensor = target_of(batch, "squared_error")
+    return (output - target).square().sum()
 
 
 def _element_count(batch: Any) -> int:
-    return int(batch[-1].numel())
+    return int(target_of(batch, "squared_error").numel())
 
 
 cross_entropy = Loss(sum=_class_sum)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardwise.job.loss import Metric
-from shardwise.job.losses import count_tokens
+from shardwise.job.losses import count_tokens, target_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 def _correct_rows(output: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
-    return (output.argmax(-1) == batch[-1]).sum()
+    target: Tensor = target_of(batch, "accuracy")
+    return (output.argmax(-1) == target).sum()
 
 
 accuracy = Metric(sum=_correct_rows)

@@ -62,6 +62,25 @@ class Linear:
         return rising if rising < 1 else 1 - (1 - self.floor) * _progress(self.warmup, step, total)
 
 
+def is_torch_scheduler(value: object) -> bool:
+    """Whether a value is one of torch's learning-rate schedulers, or such a class; torch is not imported for it."""
+    kind = value if isinstance(value, type) else type(value)
+    return any(base.__module__ == "torch.optim.lr_scheduler" for base in kind.__mro__)
+
+
+def check_schedule(schedule: Schedule, total: int) -> None:
+    """Refuse a schedule that does not turn (step, total) into a number, such as a factory of torch's schedulers."""
+    fix = "give a function (step, total) -> factor, such as sw.schedules.Cosine() or lambda step, total: 0.9**step"
+    try:
+        factor = schedule(0, total)
+    except TypeError as error:
+        raise JobError(f"Job.schedule(0, {total}) raised TypeError: {error}", fix=fix) from error
+    try:
+        float(factor)
+    except (TypeError, ValueError):
+        raise JobError(f"Job.schedule(0, {total}) returned a {type(factor).__name__}, not a number", fix=fix) from None
+
+
 def _warmup_steps(warmup: float, total: int) -> int:
     return round(warmup * total) if warmup < 1 else int(warmup)
 

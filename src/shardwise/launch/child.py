@@ -7,7 +7,6 @@ import ctypes
 import os
 import signal
 import sys
-import traceback
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -101,7 +100,7 @@ def _run(order: StartRank) -> None:
         error = error.with_traceback(own)
         write_failure(Path(order.failure), describe_failure(error, order.rank))
         sys.last_value = error  # as Python leaves it after an exception that nobody caught
-        traceback.print_exception(error)
+        sys.excepthook(type(error), error, own)  # torch's own puts the rank before each line
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 

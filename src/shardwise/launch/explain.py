@@ -11,6 +11,8 @@ from shardwise.run.exitcodes import describe_exit
 from shardwise.run.known_errors import translate
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
     from shardwise.launch.supervise import Outcome
     from shardwise.run import RunDirectory
 
@@ -18,14 +20,17 @@ _MOST_LETTERS = 200
 """Of a message in the last line: the whole is in the traceback above."""
 
 
-def explain_outcome(outcome: Outcome, run: RunDirectory) -> str:
-    """Return the closing report of a failed launch, its last line the root cause; empty when all went well."""
+def explain_outcome(outcome: Outcome, run: RunDirectory, *, shown: Container[int] = ()) -> str:
+    """Return the closing report of a failed launch, its last line the root cause; empty when all went well.
+
+    `shown` are ranks whose standard error the user has seen already: it is not quoted again.
+    """
     cause = root_cause(outcome.exits)
     if cause is None:
         return verdict(outcome)
     others = [exit_ for exit_ in outcome.exits if exit_.failed and exit_.rank != cause.rank]
     parts = [f"{_name(exit_)} then failed too: {_summary(exit_)}" for exit_ in others]
-    parts.append(_evidence(cause, run))
+    parts.append(_evidence(cause, run, is_shown=cause.rank in shown))
     parts.append(verdict(outcome))
     return "\n".join(part for part in parts if part)
 
@@ -65,10 +70,14 @@ def _said(exit_: RankExit) -> tuple[str, ...]:
     return (exit_.failure.kind, exit_.failure.message) if exit_.failure is not None else exit_.log
 
 
-def _evidence(cause: RankExit, run: RunDirectory) -> str:
-    """The rank's own traceback, or the end of its log when it could not write one."""
+def _evidence(cause: RankExit, run: RunDirectory, *, is_shown: bool) -> str:
+    """The rank's own traceback, or where it stands if it was shown; the end of its log when it could not write one."""
+    log = run.stderr(cause.rank)
+    if cause.failure is not None and is_shown:
+        kept = f", and in {log}" if log.exists() else ""
+        return f"rank {cause.rank}: its traceback is above{kept}"
     if cause.failure is not None:
         return f"rank {cause.rank}:\n{cause.failure.traceback.rstrip()}"
     if not cause.log:
         return ""
-    return "\n".join([f"rank {cause.rank}, end of {run.stderr(cause.rank)}:", *cause.log])
+    return "\n".join([f"rank {cause.rank}, end of {log}:", *cause.log])

@@ -1,4 +1,4 @@
-"""The gradient probe: in the first step, which parameters got no gradient, by rank."""
+"""Which parameters are trained, and the gradient probe: which of them got no gradient in the first step, by rank."""
 
 from __future__ import annotations
 
@@ -6,10 +6,20 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from shardwise.errors import JobError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import nn
+
+
+def trainable_of(named: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that require gradients; a model without one is refused."""
+    found = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    if not found:
+        raise JobError("the model has no trainable parameter", fix="leave some with requires_grad=True")
+    return found
 
 
 def without_gradient(

@@ -99,7 +99,7 @@ def _is_fusable(subject: Subject, head: nn.Linear) -> bool:
     deferred = _forward_of(head, lambda hidden: _Probe(hidden, head, taken))
     with deferred, torch.no_grad(), subject.rules(), Ledger(SAMPLES[0]):
         try:
-            subject.job.loss.sum(subject.job.forward(subject.model, batch), batch)
+            subject.job.loss.sum_of(subject.job.forward(subject.model, batch), batch)
         except Exception:  # noqa: BLE001 - a loss of the user's may raise anything at logits that are none
             return False
     return bool(taken)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from shardwise.data.loaders import dataset_length, stack_samples
+from shardwise.data.loaders import dataset_length, dataset_of, stack_samples
 from shardwise.data.rows import map_tensors, tensors
 from shardwise.errors import JobError
 from shardwise.step.plain import PlainStep
@@ -80,7 +80,7 @@ def _not_captured(reason: str) -> str:
 
 def check_shapes(job: Job, plan: Plan) -> None:
     """Refuse a job whose batches change their shape, as far as a few of them tell; reads these, on the host."""
-    dataset: Any = job.data("train")
+    dataset = dataset_of(job, "train")
     rows, collate = plan.micro_batch, job.collate or stack_samples
     if dataset is None or isinstance(dataset, IterableDataset) or dataset_length(dataset) <= rows:
         return

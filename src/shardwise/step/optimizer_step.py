@@ -119,8 +119,8 @@ def measured(
     found: dict[str, float] = {}
     for name, measure in measures.items():
         if isinstance(measure, Loss):
-            found[name] = float(measure.sum(output, batch if measure.by_row else whole))
+            found[name] = float(measure.sum_of(output, batch if measure.by_row else whole))
         else:
-            found[name] = float(measure.sum(others, batch))
+            found[name] = float(measure.sum_of(others, batch))
         found[f"{name}/count"] = measure.count_of(whole, rows)
     return found

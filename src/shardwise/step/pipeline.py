@@ -127,7 +127,7 @@ class PipelineStep(OptimizerStep):
     def _probe(self, micro_batch: MicroBatch, module: nn.Module) -> Tensor:
         with self._autocast():
             output, batch = self._forward(module, micro_batch)
-            loss: Tensor = self._job.loss.sum(output, batch)
+            loss: Tensor = self._job.loss.sum_of(output, batch)
         return loss
 
     def _loss_sum(self, micro_batch: MicroBatch, module: nn.Module) -> Tensor:

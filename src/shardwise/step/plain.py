@@ -74,7 +74,7 @@ class PlainStep(OptimizerStep):
             if rows < filled and self._loss.by_row:
                 output, batch = cut_output(output, rows, filled), cut_rows(batch, rows, filled)
             # A model's own mean counts what it counts on whole sequences, also where this rank has a slice of them.
-            loss: Tensor = self._loss.sum(output, batch if self._loss.by_row else micro_batch.uncut)
+            loss: Tensor = self._loss.sum_of(output, batch if self._loss.by_row else micro_batch.uncut)
         self.mark("backward", self.number)
         del output  # backward does not need it, and the logits of a large vocabulary are gigabytes
         if not rows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import default_collate
 
+from shardwise.data.loaders import dataset_of
 from shardwise.errors import JobError, PlanError
 from shardwise.parallel.adapters import add_adapters
 from shardwise.parallel.apply import forget_caches
 from shardwise.parallel.blocks import find_blocks
+from shardwise.parallel.probe import trainable_of
 from shardwise.parallel.recompute import recompute_block
 from shardwise.parallel.sharded import DTYPES
 from shardwise.parallel.skeleton import skeleton
@@ -56,15 +58,16 @@ class Subject:
         model = skeleton(job.model)[0].to("meta").train()
         if job.lora is not None:
             add_adapters(model, job.lora)
+        trainable_of(model.named_parameters())
         forget_caches(model)  # they would carry tensors of one pass into the next
         dtype = DTYPES[compute]
         narrow = frozenset(name for name, value in model.named_parameters() if value.dtype == dtype != torch.float32)
         if gathered or compute == "fp64":
             model.to(dtype) if compute == "fp64" else _lower_parameters(model, dtype)
-        dataset = job.data("train")
-        if dataset is None or len(cast("Any", dataset)) == 0:
+        dataset = dataset_of(job, "train")
+        if dataset is None or len(dataset) == 0:
             raise JobError("the job has no training data to take a sample from", fix='return a dataset for "train"')
-        size = len(cast("Any", dataset))
+        size = len(dataset)
         styles, degrees = _cuts(model, job)
         return cls(
             job=job,
@@ -182,7 +185,7 @@ def run_model(subject: Subject, samples: int) -> Pass:
         if subject.gathered:
             batch = to_compute(batch)  # as sharded models do with what they are given
         try:
-            end = job.loss.sum(job.forward(model, batch), batch)
+            end = job.loss.sum_of(job.forward(model, batch), batch)
         except Reached as reached:
             end = reached.hidden
         rules.forget_casts()

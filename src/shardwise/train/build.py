@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardwise.data.feed import Feed
 from shardwise.engines.deepspeed.build import build_deepspeed_step
 from shardwise.errors import JobError, PlanError
+from shardwise.job.schedules import check_schedule
 from shardwise.parallel.apply import apply_plan, gradient_sync, stages_of
 from shardwise.parallel.batch_norm import foreign_batch_norms
 from shardwise.parallel.blueprint import job_blueprint, real_blueprint
@@ -24,7 +25,7 @@ from shardwise.parallel.norm import GradNorm
 from shardwise.parallel.optimizer import make_optimizer
 from shardwise.parallel.outer import by_rounds
 from shardwise.parallel.place import Place
-from shardwise.parallel.probe import without_gradient
+from shardwise.parallel.probe import trainable_of, without_gradient
 from shardwise.parallel.sharded import LOWER
 from shardwise.parallel.stage_plan import cut_layers
 from shardwise.parallel.stages import count_layers, find_layers, split_stages
@@ -90,7 +91,7 @@ def build_step(
     cut, model = _lay_out(job, blueprint, plan, place)
     torch.manual_seed(seed)  # readers draw different dropout masks, whatever the model's init drew
     named = [item for part in stages_of(model) for item in part.named_parameters()]
-    trainable = _trainable(named)
+    trainable = trainable_of(named)
     inner = gradient_sync(model, plan, place)
     sync = by_rounds(inner, model, trainable, plan=plan, place=place, ends_round=around.length.syncs_after)
     parts = StepParts(
@@ -126,6 +127,7 @@ def _surround(
     # On the host and by itself: its collectives run a step ahead of, and so beside, those of the model.
     feed_group = world.axis_group(plan.layout, ("replicate", "shard"), on_host=True)
     feed, length = _make_feed(job, plan, world, feed_group, first_step, fill=fill)
+    check_schedule(job.schedule, length.num_steps)
     return Surroundings(
         feed=feed,
         length=length,
@@ -157,13 +159,6 @@ def _make_feed(
     return feed, length
 
 
-def _trainable(named: list[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
-    found = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    if not found:
-        raise JobError("the model has no trainable parameter", fix="leave some with requires_grad=True")
-    return found
-
-
 def draw_up(job: Job, plan: Plan, world: World) -> Blueprint:
     """Return the blueprint of the job's model for this plan; called on every rank."""
     blueprint = job_blueprint(
@@ -176,6 +171,7 @@ def draw_up(job: Job, plan: Plan, world: World) -> Blueprint:
     )
     if job.lora is not None:
         blueprint = adapt_blueprint(blueprint, job.lora, seed=job.seed)
+    trainable_of(blueprint.module.named_parameters())  # here, since DDP refuses a frozen model in its own terms
     check_dtypes(blueprint.module, plan, adapted=job.lora is not None)
     if plan.layout.cp > 1:
         check_context(blueprint.module, plan.layout, own_loss=not job.loss.by_row)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from shardwise.data.loaders import dataset_of
 from shardwise.errors import TrainingError
 from shardwise.train.build import build_step
 from shardwise.train.evaluate import evaluate
@@ -66,7 +67,7 @@ def run_loop(
     replicas = Replicas(replica_spec or ReplicaSpec(), plan, world, events)
     step = _begin(job, plan, world, events, saving, before_update=replicas.tap if world.size > 1 else None, mark=mark)
     first_step = step.number
-    test_set = job.data("test")
+    test_set = dataset_of(job, "test")
     timeline.mark("model and data")
     events.write("start", **start_report(job, plan, world, step))
     replicas.start(step)

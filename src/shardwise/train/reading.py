@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.utils.data import IterableDataset
 
-from shardwise.data.loaders import IndexLoader, StreamLoader, dataset_length
+from shardwise.data.loaders import IndexLoader, StreamLoader, dataset_length, dataset_of
 from shardwise.data.slices import Slices
 from shardwise.data.tokens import TokenCut
 from shardwise.errors import DataError
@@ -46,7 +46,7 @@ def token_cut(job: Job, plan: Plan, world: World, metrics: Mapping[str, Metric] 
 
 def make_loader(job: Job, plan: Plan, where: Reading) -> tuple[StepLoader, Length]:
     """Return the loader of the job's training data, and the length of the whole training."""
-    dataset: Any = job.data("train")
+    dataset = dataset_of(job, "train")
     if dataset is None:
         raise DataError("Job.data gave no dataset for split 'train'", fix="return one")
     if isinstance(dataset, IterableDataset):

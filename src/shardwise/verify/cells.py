@@ -39,7 +39,7 @@ def _cell(job: Job, model: nn.Module, raw: Raw) -> Cell:
         output = job.forward(model, batch)
     if rows < filled and job.loss.by_row:
         output, batch = cut_output(output, rows, filled), cut_rows(batch, rows, filled)
-    job.loss.sum(output, batch).backward()
+    job.loss.sum_of(output, batch).backward()
     gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
     return Cell(gradients=gradients, count=job.loss.count_of(batch, rows))
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from torch.utils.data import default_collate
 
+from shardwise.data.loaders import dataset_of
 from shardwise.errors import JobError
 from shardwise.launch import run_forked
 from shardwise.parallel.blueprint import structure
@@ -130,7 +131,7 @@ def _look(preparation: Preparation, degree: int) -> tuple[str, int, tuple[Cut, .
 
 
 def _first_batch(job: Job) -> Any:
-    dataset: Any = cast("Any", job.data("train"))
+    dataset = dataset_of(job, "train")
     if dataset is None or len(dataset) == 0:
         raise JobError("the job has no training data to take a sample from", fix='return a dataset for "train"')
     return (job.collate or default_collate)([dataset[index % len(dataset)] for index in range(SAMPLES)])

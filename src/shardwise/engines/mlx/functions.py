@@ -116,7 +116,7 @@ class Gradient:
             form.write(model, {name: self._forward.lower(array) for name, array in {**kept, **trained}.items()})
             output = self._forward(skeleton, arrays)
             statistics.update(form.read(model, form.statistics))
-            loss = self._loss.sum(output, _rebuilt(skeleton, arrays))
+            loss = self._loss.sum_of(output, _rebuilt(skeleton, arrays))
             loss = mx.where(real, loss.astype(mx.float32) if loss.dtype in _HALVES else loss, 0)
             return loss * weight, loss
 

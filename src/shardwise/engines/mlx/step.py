@@ -143,6 +143,6 @@ class MlxStep(Holding):
         output, batch = self._functions.forward.evaluate(micro_batch)
         found: dict[str, float] = {}
         for name, measure in measures.items():
-            found[name] = float(measure.sum(output, batch))
+            found[name] = float(measure.sum_of(output, batch))
             found[f"{name}/count"] = measure.count_of(micro_batch.batch, micro_batch.rows)
         return found
