@@ -1,5 +1,6 @@
 """Launches of small scripts on this machine: what ranks inherit, and what is left after them."""
 
+import json
 import os
 import signal
 
@@ -31,8 +32,8 @@ class Run:
         self.folder = folder
         self.directory = create_run(folder / "run", "run")
 
-    def launch(self, text, *arguments, nproc=1, **options):
-        script = self.folder / "script.py"
+    def launch(self, text, *arguments, nproc=1, script="script.py", **options):
+        script = self.folder / script
         script.write_text(text)
         spec = LaunchSpec(target=Script(str(script), arguments), nproc=nproc, preload=(), **options)
         launched = launch(spec, self.directory)
@@ -96,3 +97,27 @@ def test_killed_rank_of_a_function_leaves_no_folder_of_a_listener(temporary, mon
     with pytest.raises(Exception, match="SIGKILL"):
         run_forked(body, 1, timeout_s=60)
     assert list(temporary.iterdir()) == []
+
+
+NOT_UTF8 = os.fsdecode(b"odd \xff")
+"""As Python shows a variable or an argument that is not UTF-8."""
+
+
+@pytest.mark.parametrize("fork", [True, False])
+def test_variables_arguments_and_paths_that_are_not_utf8_reach_the_rank_unchanged(run, fork, monkeypatch):
+    monkeypatch.setenv("ODD", NOT_UTF8)
+    monkeypatch.setenv("LD_LIBRARY_PATH", NOT_UTF8)
+    text = """
+import os, sys
+print(os.environb[b"ODD"], [os.fsencode(word) for word in sys.argv])
+raise ValueError(sys.argv[1])
+"""
+    launched = run.launch(text, NOT_UTF8, fork=fork, script=f"{NOT_UTF8}.py")
+    path = os.fsencode(run.folder / NOT_UTF8) + b".py"
+    assert run.outputs == [f"{os.fsencode(NOT_UTF8)} {[path, os.fsencode(NOT_UTF8)]}\n"], run.errors
+    failure = launched.outcome.exits[0].failure
+    assert (failure.kind, failure.message) == ("ValueError", "odd \\udcff")
+    assert json.loads(run.directory.environment.read_text())["LD_LIBRARY_PATH"] == "odd \\udcff"
+    events = [json.loads(line) for line in run.directory.launcher_events().read_text().splitlines()]
+    assert [event["kind"] for event in events] == ["attempt", "exit", "verdict", "finish"]
+    assert "odd \\udcff.py" in events[0]["target"]

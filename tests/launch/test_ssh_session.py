@@ -5,11 +5,11 @@ import signal
 import sys
 import time
 
-import msgspec
 import pytest
 
 from shardwise.launch import ssh_session
 from shardwise.launch.hosts import HostSpec
+from shardwise.launch.lines import encode_line
 from shardwise.launch.ssh_messages import Look, Signal
 from shardwise.launch.ssh_session import Session, Sessions
 from shardwise.launch.target import Program
@@ -39,7 +39,7 @@ def test_signals_are_passed_on_while_nobody_takes_the_output(monkeypatch):
     session = start(monkeypatch, ["cat"])
     with Sessions([session]) as sessions:
         sessions.signals.append(signal.SIGTERM)
-        order = msgspec.json.encode(Signal(signal.SIGTERM)) + b"\n"
+        order = encode_line(Signal(signal.SIGTERM))
         while session.streams[0].readline() != order:
             pass
         assert sessions.was_asked

@@ -96,7 +96,7 @@ def start_by_slurm(name: str, run_dir: Path | None, *, grace_s: float, dry_run: 
 
 def _submit(spec: BatchSpec, run: RunDirectory) -> None:
     """Submit the script and say which job it is; nothing is left of one that SLURM refuses."""
-    run.batch_script.write_text(batch_script(spec))
+    run.batch_script.write_text(batch_script(spec), errors="surrogateescape")
     try:
         job = submit(run.batch_script)
     except LaunchError:

@@ -6,10 +6,12 @@ import array
 import socket
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import msgspec
+from shardwise.launch.lines import decode_line, encode_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import msgspec
 
 Message = TypeVar("Message")
 _MOST_BYTES = 1 << 22
@@ -23,14 +25,14 @@ class Channel(Generic[Message]):
     def __init__(self, end: socket.socket, kind: Any) -> None:
         """Take over `end`; `kind` is the type, or union of types, that the other end sends."""
         self.socket = end
-        self._decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(kind)
+        self._kind = kind
         self._buffer = b""
         self._descriptors: list[int] = []
 
     def send(self, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
         """Send one message, with open descriptors beside it; ConnectionError when the other end is gone."""
         self.socket.settimeout(None)
-        data = msgspec.json.encode(message) + b"\n"
+        data = encode_line(message)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         rest = data[self.socket.sendmsg([data], rights) :]
         if rest:  # even no bytes cannot be sent to one that has answered and left
@@ -53,7 +55,7 @@ class Channel(Generic[Message]):
         if not data:
             return None
         *lines, self._buffer = (self._buffer + data).split(b"\n")
-        return [self._decoder.decode(line) for line in lines]
+        return [decode_line(line, self._kind) for line in lines]
 
     def take_descriptors(self, count: int) -> list[int]:
         """Return the next `count` descriptors that came; the caller closes them."""

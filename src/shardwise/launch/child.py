@@ -41,7 +41,8 @@ def rank_work(order: StartRank, parent: int) -> Callable[[], None]:
         argv = order.target.argv()
         environ = dict(order.environ)
         if order.record:
-            environ |= listener_variables(make_listener_folder())
+            with contextlib.suppress(OSError):  # a full disk, which the fork parent did not get one from either
+                environ |= listener_variables(make_listener_folder())
         os.execvpe(argv[0], argv, environ)  # noqa: S606 - the program the user named
     adopt(order.environ)
     _settle_libraries(order.environ)

@@ -16,6 +16,7 @@ from shardwise.launch.link import Link, join_hub
 from shardwise.launch.membership import Limits
 from shardwise.launch.network import interface_of, is_own, listen, listening_address, resolve
 from shardwise.launch.node_messages import Hello
+from shardwise.run.printable import printable
 from shardwise.versions import package_version
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def node_facts(nodes: NodesSpec, command: str) -> dict[str, str]:
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "--nnodes": f"{nodes.least}:{nodes.most}",
         "--rdzv-id": nodes.run_id,
-        "command": command,
+        "command": printable(command),
     }
 
 

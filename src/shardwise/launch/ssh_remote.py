@@ -12,10 +12,9 @@ import sys
 import time
 from functools import partial
 
-import msgspec
-
 from shardwise.environment import variables
 from shardwise.errors import LaunchError
+from shardwise.launch.lines import decode_line, encode_line
 from shardwise.launch.network import is_own, listen, own_addresses
 from shardwise.launch.processes import become_reaper, die_with_parent, kill_descendants
 from shardwise.launch.ssh_messages import (
@@ -62,7 +61,7 @@ class _Launcher:
             self._heard_at = time.monotonic()
             self.is_gone = not data
             *lines, self._rest = (self._rest + data).split(b"\n")
-            found = [msgspec.json.decode(line, type=Order) for line in lines]
+            found = [decode_line(line, Order) for line in lines]
         self.is_gone |= time.monotonic() - self._heard_at > SILENCE_S
         return found
 
@@ -89,7 +88,7 @@ def main() -> int:
 
 
 def _say(reply: Reply) -> None:
-    sys.stdout.buffer.write(MARK + msgspec.json.encode(reply) + b"\n")
+    sys.stdout.buffer.write(MARK + encode_line(reply))
     sys.stdout.buffer.flush()
 
 

@@ -15,8 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Self, cast
 
-import msgspec
-
+from shardwise.launch.lines import decode_line, encode_line
 from shardwise.launch.processes import die_with_parent
 from shardwise.launch.ssh_messages import BEAT_S, MARK, Beat, Order, Reply, Signal
 
@@ -93,7 +92,7 @@ class Session:
     def send(self, order: Order) -> None:
         """Send an order, from any thread; one that is gone is noticed elsewhere."""
         with self._turn, contextlib.suppress(OSError, ValueError):  # it ended, or we hung up
-            self._orders.write(msgspec.json.encode(order) + b"\n")
+            self._orders.write(encode_line(order))
             self._orders.flush()
 
     def hang_up(self) -> None:
@@ -163,7 +162,7 @@ class Sessions:
         while asked - set(replies) and time.monotonic() < deadline:
             for session, stream, line in self.hear(0.1):
                 if stream != STDERR and line.startswith(MARK):
-                    replies[session] = msgspec.json.decode(line.removeprefix(MARK), type=Reply)
+                    replies[session] = decode_line(line.removeprefix(MARK), Reply)
             asked &= set(self.running) | set(replies)
         return replies
 

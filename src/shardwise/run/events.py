@@ -7,6 +7,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
+from shardwise.run.printable import printable_fields
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
@@ -30,11 +32,17 @@ class EventLog:
         """Append one event of `kind`; non-finite numbers become null."""
         event = {"at": time.time(), "kind": kind, **fields}
         if self._file is not None:
-            self._file.write(self._encoder.encode(event))
+            self._file.write(self._encode(event))
             self._file.write(b"\n")
             self._file.flush()
         if self._listener is not None:
             self._listener(event)
+
+    def _encode(self, event: dict[str, Any]) -> bytes:
+        try:
+            return self._encoder.encode(event)
+        except UnicodeEncodeError:  # a path or an argument that is not UTF-8
+            return self._encoder.encode(printable_fields(event))
 
     def close(self) -> None:
         """Flush and close; nothing may be written after."""

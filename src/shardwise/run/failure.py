@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shardwise.errors import ShardwiseError
+from shardwise.run.printable import printable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,14 +50,14 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 def describe_failure(error: BaseException, rank: int) -> Failure:
     """Turn an exception that ends this rank into a Failure."""
-    message = str(error)
+    message = printable(str(error))
     return Failure(
         rank=rank,
         host=socket.gethostname(),
         at=time.time(),
         kind=type(error).__name__,
         message=message,
-        traceback="".join(traceback.format_exception(error)),
+        traceback=printable("".join(traceback.format_exception(error))),
         exit_code=error.exit_code if isinstance(error, ShardwiseError) else 1,
         peer_lost=isinstance(error, _PEER_ERRORS) and PEER_LOST.search(message) is not None,
     )

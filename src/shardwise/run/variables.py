@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from shardwise.run.printable import printable_fields
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -35,4 +37,6 @@ def told_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def write_variables(run: RunDirectory, environ: Mapping[str, str]) -> None:
     """Write environment.json: what of `environ`, which all ranks of this machine share, may be told."""
-    run.environment.write_bytes(msgspec.json.format(msgspec.json.encode(told_variables(environ)), indent=1))
+    run.environment.write_bytes(
+        msgspec.json.format(msgspec.json.encode(printable_fields(told_variables(environ))), indent=1)
+    )
