@@ -8,6 +8,7 @@ import pytest
 from shardwise.errors import InputError, TrainingError
 from shardwise.job import refer
 from shardwise.parallel import apply
+from shardwise.train import build
 from shardwise.verify import VerifyReport, verify
 from shardwise.verify.report import markdown_table, report_table, summary_line
 
@@ -47,6 +48,21 @@ def test_keyed_masks_are_compared_with_dropout_on():
 def test_a_model_that_draws_beside_keyed_masks_is_refused():
     with pytest.raises(InputError, match="the model draws random numbers of its own"):
         report_on(["ddp"], job="keyed_noise")
+
+
+def test_a_fault_of_every_plan_is_found_since_the_reference_is_plain_pytorch(monkeypatch):
+    real = build.make_optimizer
+
+    def too_fast(factory, named, **options):
+        optimized = real(factory, named, **options)
+        for group in optimized.param_groups:
+            group["lr"] *= 1.5
+        return optimized
+
+    monkeypatch.setattr(build, "make_optimizer", too_fast)
+    (verdict,) = report_on(["ddp"], nproc=1).verdicts
+    assert verdict.status == "failed"
+    assert (verdict.first.kind, verdict.first.step) == ("loss", 1)
 
 
 def test_fp32_stays_within_the_measured_noise():

@@ -38,6 +38,7 @@ class AdapterWeights:
 
     def __init__(self, base: Weights, adapters: Weights) -> None:
         self.words = f"{base.words}; adapters {adapters.words}"
+        self.from_model = base.from_model
         self._base = base
         self._adapters = adapters
 
@@ -48,6 +49,8 @@ class AdapterWeights:
 
 class LoadedAdapters:
     """Values of adapters out of a folder in peft's format; every rank reads what it wants."""
+
+    from_model = False
 
     def __init__(self, folder: Path) -> None:
         self.words = f"read from {folder}"

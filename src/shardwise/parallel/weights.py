@@ -25,6 +25,8 @@ class Weights(Protocol):
 
     words: str
     """How the values come to be, for the start report."""
+    from_model: bool
+    """Whether the values are those that the job's model function gives under the job's seed."""
 
     def value(self, name: str, like: Tensor, device: torch.device, *, wanted: bool) -> Tensor | None:
         """Return the value on `device`, None where it is not wanted; called on every rank in the same order."""
@@ -34,6 +36,7 @@ class DrawnWeights:
     """Each value is drawn by its recipe, from the job's seed and the parameter's name: no rank needs another."""
 
     words = "drawn by parameter name, piece by piece"
+    from_model = False
 
     def __init__(self, recipes: Mapping[str, Recipe], seed: int) -> None:
         self._recipes = recipes
@@ -51,6 +54,8 @@ class DrawnWeights:
 
 class StreamedWeights:
     """Rank 0 builds the model once on its host and hands out one tensor after another."""
+
+    from_model = True
 
     def __init__(self, make_values: Callable[[], dict[str, Tensor]], *, num_bytes: int, rank: int, size: int) -> None:
         """`make_values` is called on rank 0 only; `num_bytes` is what that takes."""
@@ -78,6 +83,8 @@ class StreamedWeights:
 
 class FileWeights:
     """Every rank reads what it wants out of files that are mapped into memory, not loaded."""
+
+    from_model = False
 
     def __init__(self, values: Mapping[str, Tensor], saved_as: Mapping[str, str], path: Path) -> None:
         """`saved_as` gives each tensor's name in the file."""

@@ -26,6 +26,7 @@ from shardwise.parallel.optimizer import make_optimizer
 from shardwise.parallel.outer import by_rounds
 from shardwise.parallel.place import Place
 from shardwise.parallel.probe import trainable_of, without_gradient
+from shardwise.parallel.seeds import seed_generators
 from shardwise.parallel.sharded import LOWER
 from shardwise.parallel.stage_plan import cut_layers
 from shardwise.parallel.stages import count_layers, find_layers, split_stages
@@ -86,10 +87,10 @@ def build_step(
     seed = job.seed + 1 + plan.layout.draw_index(world.rank)
     if plan.engine == "deepspeed":
         step = build_deepspeed_step(job, plan, place, blueprint, around, local_rank=world.local_rank)
-        torch.manual_seed(seed)
+        seed_generators(seed)
         return step
     cut, model = _lay_out(job, blueprint, plan, place)
-    torch.manual_seed(seed)  # readers draw different dropout masks, whatever the model's init drew
+    seed_generators(seed)  # readers draw different dropout masks, whatever the model's init drew
     named = [item for part in stages_of(model) for item in part.named_parameters()]
     trainable = trainable_of(named)
     inner = gradient_sync(model, plan, place)
@@ -126,7 +127,7 @@ def _surround(
     """Return what the step is told of besides its model; communicates to join the readers."""
     # On the host and by itself: its collectives run a step ahead of, and so beside, those of the model.
     feed_group = world.axis_group(plan.layout, ("replicate", "shard"), on_host=True)
-    feed, length = _make_feed(job, plan, world, feed_group, first_step, fill=fill)
+    feed, length = make_feed(job, plan, world, feed_group, first_step, fill=fill)
     check_schedule(job.schedule, length.num_steps)
     return Surroundings(
         feed=feed,
@@ -138,7 +139,7 @@ def _surround(
     )
 
 
-def _make_feed(
+def make_feed(
     job: Job, plan: Plan, world: World, group: dist.ProcessGroup | None, first_step: int, *, fill: bool
 ) -> tuple[Feed, Length]:
     """Return what reads this rank's samples, and how long to train; `group` joins the readers."""

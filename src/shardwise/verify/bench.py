@@ -61,15 +61,24 @@ class Bench:
     _number: int = 0
 
     def run(
-        self, plan: Plan, *, variant: Variant | None = None, close_up: int | None = None, steps: int | None = None
+        self,
+        plan: Plan,
+        *,
+        variant: Variant | None = None,
+        close_up: int | None = None,
+        steps: int | None = None,
+        plain: bool = False,
     ) -> Record:
-        """Train under `plan` on forked ranks; of step `close_up` every rank also writes its own tensors."""
+        """Train under `plan` on forked ranks, or with `plain` in plain PyTorch on one.
+
+        Of step `close_up` every rank also writes its own tensors.
+        """
         preparation = msgspec.structs.replace(self.preparation, steps=steps or self.preparation.steps)
         self._number += 1
         folder = self.folder / str(self._number)
         folder.mkdir()
         traced = on_ranks(
-            lambda world: trace(world, preparation, plan, folder, variant=variant, close_up=close_up),
+            lambda world: trace(world, preparation, plan, folder, variant=variant, close_up=close_up, plain=plain),
             plan.layout.world_size,
             timeout_s=self.timeout_s,
             backend=self.backend,
@@ -84,13 +93,15 @@ class Bench:
         close_up: int | None = None,
         steps: int | None = None,
     ) -> Record:
-        """Train in one process, or remember it."""
+        """Train in one process, or remember it: plain PyTorch, or for a model of MLX that engine."""
         variant = variant or Variant()
         key = dtype, variant, steps or self.preparation.steps
         if key not in self._ones or close_up is not None:
             plan = one_process(self.batch_size, dtype=dtype, made_for=self.made_for)
             try:
-                self._ones[key] = self.run(plan, variant=variant, close_up=close_up, steps=steps)
+                self._ones[key] = self.run(
+                    plan, variant=variant, close_up=close_up, steps=steps, plain=self.made_for == "torch"
+                )
             except InputError:
                 raise
             except Exception as error:

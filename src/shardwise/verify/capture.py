@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.job.engine import is_mlx
-from shardwise.parallel.batch_norm import batch_norms
 from shardwise.parallel.gather import full_values
 from shardwise.parallel.gradsync import local
 from shardwise.train.build import build_step
 from shardwise.verify.double import true_double
 from shardwise.verify.prepare import Preparation, prepare_job
+from shardwise.verify.reference import PlainTraining
 from shardwise.verify.values import Print, fingerprint, pieces, row_digests
 from shardwise.verify.variants import Variant, vary
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from torch import Tensor
@@ -83,22 +84,32 @@ def trace(
     *,
     variant: Variant | None = None,
     close_up: int | None = None,
+    plain: bool = False,
 ) -> Traced:
     """Train under `plan` and write down what happens; communicates over the world, on every rank.
 
-    Rank 0 writes whole tensors into `folder`; of step `close_up` every rank also writes its own.
+    Rank 0 writes whole tensors into `folder`; of step `close_up` every rank also writes its own. With `plain` the job
+    is trained in plain PyTorch instead, in the precision of `plan`, which is that of one process.
     """
     there = set(sys.modules)
+    build = PlainTraining if plain else build_step
     with true_double() if plan.precision.compute == "fp64" else nullcontext():
-        seen = _train(world, preparation, plan, folder, variant, close_up)
+        seen = _train(world, preparation, plan, folder, variant, close_up, build)
     return msgspec.structs.replace(seen, imported=sorted(set(sys.modules) - there))
 
 
 def _train(  # noqa: PLR0917 - positions of one private caller
-    world: World, preparation: Preparation, plan: Plan, folder: Path, variant: Variant | None, close_up: int | None
+    world: World,
+    preparation: Preparation,
+    plan: Plan,
+    folder: Path,
+    variant: Variant | None,
+    close_up: int | None,
+    build: Callable[..., Step | PlainTraining],
 ) -> Traced:
     job = prepare_job(preparation)
-    step = build_step(job, plan, world, before_update=lambda: watch.gradients())  # noqa: PLW0108 - there is no watch yet
+    watch: _Watch
+    step = build(job, plan, world, before_update=lambda: watch.gradients())  # noqa: PLW0108 - there is no watch yet
     watch = _Watch(world, step, folder, close_up)
     if variant is not None:
         variant.perturb(step)
@@ -112,7 +123,7 @@ def _train(  # noqa: PLR0917 - positions of one private caller
 class _Watch:
     """Looks on during one training."""
 
-    def __init__(self, world: World, step: Step, folder: Path, close_up: int | None) -> None:
+    def __init__(self, world: World, step: Step | PlainTraining, folder: Path, close_up: int | None) -> None:
         self.seen = Traced(
             rank=world.rank,
             held=_elements(step.held().values.values()),
@@ -173,7 +184,7 @@ class _Watch:
 
 def _has_batch_norm(model: Any) -> bool:
     if not is_mlx(model):
-        return bool(batch_norms(model))
+        return any(isinstance(module, _BatchNorm) for module in model.modules())
     from shardwise.verify.mlx_jobs import has_batch_norm
 
     return has_batch_norm(model)

@@ -31,7 +31,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
         if not self.nudge:
             return
         generator = torch.Generator().manual_seed(1)
-        for value in step.room({}).values.values():
+        for value in step.held().values.values():
             noise = torch.rand(value.shape, generator=generator, dtype=value.dtype) - 0.5
             value.mul_(1 + 2 * torch.finfo(value.dtype).eps * noise)
         step.optimized.refresh()
