@@ -1,10 +1,12 @@
 """Models taken apart into pipeline stages."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import JobError
 from shardwise.models import decoder
@@ -192,3 +194,65 @@ def test_part_registered_before_the_layers_and_used_after_is_refused_by_name():
     last.incoming = first.outgoing
     with pytest.raises(JobError, match="final is registered before layers and used after it"):
         last(*sent)
+
+
+class Layered(nn.Module):
+    """Runs each layer by `run` and multiplies the output with `factor(model)`."""
+
+    def __init__(self, run=lambda layer, x: layer(x), factor=lambda _: 1.0):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.run, self.factor = run, factor
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = self.run(layer, x)
+        return x * self.factor(self)
+
+
+def through_both(model):
+    """Return the output of two stages in a row, and the output of the whole model."""
+    value = torch.linspace(-1, 1, 8).view(2, 4)
+    first, last = halves(model, layers="layers")
+    first.connect()
+    first.program = last.program = lambda module: module(value)
+    sent = first()
+    last.incoming = first.outgoing
+    return last(*sent), model(value)
+
+
+def reentrant(layer, x):
+    return checkpoint(layer, x, use_reentrant=True)
+
+
+def test_boundary_of_stages_inside_reentrant_checkpointing_is_refused():
+    with pytest.raises(JobError, match=r"layers\.1 runs inside an autograd function.*use_reentrant=False"):
+        through_both(Layered(reentrant))
+    _, last = halves(Layered(reentrant), layers="layers")
+    received, last.incoming = pack(torch.ones(2, 4, requires_grad=True), "layers.1")
+    last.program = lambda module: module(torch.ones(2, 4))
+    with pytest.raises(JobError, match=r"layers\.1 runs inside an autograd function"):
+        last(*received)
+
+
+def weight_decay(model):
+    return sum(parameter.square().sum() for parameter in model.parameters())
+
+
+def linear_decay(model):
+    return sum(part.weight.square().sum() for part in model.layers.modules() if isinstance(part, nn.Linear))
+
+
+@pytest.mark.parametrize(("factor", "name"), [(weight_decay, "the model"), (linear_decay, "layers")])
+def test_forward_that_iterates_over_parts_of_other_stages_is_refused(factor, name):
+    with pytest.raises(JobError, match=rf"iterates over all parts of {name}, by parameters\(\) or modules\(\)"):
+        through_both(Layered(factor=factor))
+
+
+def test_forward_that_looks_at_one_parameter_and_checkpoints_without_reentry_is_right():
+    run = partial(checkpoint, use_reentrant=False)
+    found, expected = through_both(Layered(run, lambda model: next(model.parameters()).element_size()))
+    torch.testing.assert_close(found, expected)
+    assert found.requires_grad

@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.errors import JobError
+from shardwise.parallel.stage_gate import stand_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -173,8 +174,8 @@ def replace_batch_norms(module: nn.Module, group: dist.ProcessGroup | None) -> n
     replaced: dict[int, BatchNorm] = {}  # one norm may be used in several places
     for prefix, parent in list(module.named_modules()):
         for name, child in parent._modules.items():  # noqa: SLF001 - named_children passes over repeats
-            # Where a pipeline keeps a part of another stage, its weight is a stand-in and no parameter: left alone.
-            if type(child) in _TORCHS_OWN and (child.weight is None or isinstance(child.weight, nn.Parameter)):
+            # Where a pipeline keeps a norm of another stage, that one only stands in for it: left alone.
+            if type(child) in _TORCHS_OWN and vars(child).get("forward") is not stand_in:
                 path = f"{prefix}.{name}" if prefix else name
                 parent._modules[name] = replaced.setdefault(id(child), _like(child, group, path))  # noqa: SLF001
     return _like(module, group, "the model") if type(module) in _TORCHS_OWN else module

@@ -202,7 +202,7 @@ def _nothing_drawn(module: nn.Module) -> Iterator[None]:
             path.pop()
 
     hooks, failed = [], False
-    for name, part in module.named_modules():
+    for name, part in module.named_modules(set()):  # with a memo: a pipeline's stages refuse walks of the user's alone
         if name:
             hooks.append(part.register_forward_pre_hook(lambda *_, name=name: look(name)))
             hooks.append(part.register_forward_hook(lambda *_: look(None)))

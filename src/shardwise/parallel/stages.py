@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.errors import JobError, nearest
-from shardwise.parallel.parcel import Structure, pack, receive, unpack
+from shardwise.parallel.parcel import Structure, pack, receive
+from shardwise.parallel.stage_gate import Gate, Left, guard_walks, stand_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -126,17 +128,6 @@ def _copy_structure(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
 
 
-def stand_in(tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Return NaN in the shape of `tensor`, in a few bytes: for what lives on another stage.
-
-    The part before the layers runs on every stage, so that masks and positions are there; what it makes of
-    parameters it has not is thrown away, and is NaN, so that nothing can use it unnoticed.
-    """
-    if not tensor.is_floating_point():
-        return torch.zeros((), dtype=tensor.dtype, device=device or tensor.device).expand(tensor.shape)
-    return torch.full((), torch.nan, dtype=dtype or tensor.dtype, device=device or tensor.device).expand(tensor.shape)
-
-
 def _make_stage(
     module: nn.Module,
     cut: StageCut,
@@ -159,8 +150,17 @@ def _make_stage(
             part.__dict__[key] = fake(part._parameters.pop(key))  # noqa: SLF001
         if away:
             part.register_forward_pre_hook(lambda *_, path=path: gate.meet_stranger(path))
+        if isinstance(part, _BatchNorm) and (away or _is_owned_elsewhere(path, part, owners, index)):
+            # Its output is NaN here; torch's own forward would refuse a single row, which a synced one does not.
+            part.__dict__["forward"] = stand_in
+    guard_walks(module, gate, [name for name, owner in owners.items() if owner != index])
     foreign = frozenset(name for name, _ in module.named_buffers() if owners.get(name, index) != index)
     return Stage(module, gate, index=index, num_stages=cut.num_stages, foreign_buffers=foreign)
+
+
+def _is_owned_elsewhere(path: str, part: nn.Module, owners: dict[str, int], index: int) -> bool:
+    names = (f"{path}.{key}" if path else key for key in part._buffers)  # noqa: SLF001
+    return any(owners.get(name, index) != index for name in names)
 
 
 def _stub(layer: nn.Module, gate: Gate, number: int, fake: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -177,67 +177,6 @@ def _stub(layer: nn.Module, gate: Gate, number: int, fake: Callable[[Tensor], Te
     stub.__dict__ |= {**layer._modules, **layer._buffers}  # noqa: SLF001
     stub.forward = lambda *_, **__: gate.skip(number)
     return stub
-
-
-class _Left(BaseException):
-    """Carries the output of a stage's last layer out of the user's forward; no Exception, which users catch."""
-
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self.output = output
-
-
-class Gate:
-    """Where the layers of a stage meet those of its neighbours, during one forward."""
-
-    def __init__(self, layers: str, own: range) -> None:
-        self.own = own
-        self.layers = layers
-        self.is_open = False
-        self.received: Any = None
-        self.strangers: list[str] = []
-        """Parts of other stages that were used in this forward; what they made is NaN."""
-        self._nothing: Any = None
-        self._seen: set[int] = set()
-
-    def open(self, received: tuple[Tensor, ...], structure: Structure) -> None:
-        """Begin a forward with the output of the layer before this stage's first."""
-        self.is_open, self._seen, self.strangers = True, set(), []
-        self.received = unpack(received, structure)
-        self._nothing = unpack(tuple(stand_in(tensor) for tensor in received), structure)
-
-    def close(self) -> None:
-        """End a forward."""
-        self.is_open, self.received, self._nothing = False, None, None
-
-    @property
-    def has_skipped_all(self) -> bool:
-        """Whether every layer before this stage's own was called, as the first to run must be."""
-        return len(self._seen) == self.own.start
-
-    def skip(self, number: int) -> Any:
-        """Stand for a layer of another stage: return what the last of them did, for those before it NaN."""
-        if number in self._seen or number >= self.own.stop:
-            raise JobError(
-                f"layer {self.layers}.{number} runs twice or out of order in one forward",
-                fix="pipelines need every layer once, in the order of the list; use pp = 1",
-            )
-        self._seen.add(number)
-        return self.received if number == self.own.start - 1 else self._nothing
-
-    def meet_stranger(self, path: str) -> None:
-        """Note that a part of another stage is used; refuse it where this stage's layers have begun."""
-        self.strangers.append(path)
-        if self.is_open and self.own.start and self.has_skipped_all:
-            raise JobError(
-                f"{path} is registered before {self.layers} and used after it, so it is on the wrong pipeline stage",
-                fix="register it again, behind the layers: parent.name = parent._modules.pop(name)",
-            )
-
-    def leave(self, _: nn.Module, __: Any, output: Any) -> None:
-        """Leave the user's forward after this stage's last layer; a layer run again in backward stays."""
-        if self.is_open:
-            raise _Left(output)
 
 
 class Stage(nn.Module):
@@ -305,7 +244,7 @@ class Stage(nn.Module):
         try:
             result = self.program(self.user_module)
             self._check_end()
-        except _Left as left:
+        except Left as left:
             self._check_start()
             tensors, self.outgoing = pack(left.output, f"{self._gate.layers}.{self._gate.own[-1]}")
             return tensors

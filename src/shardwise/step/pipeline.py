@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from shardwise.data.rows import cut_output, cut_rows, tensors
-from shardwise.errors import JobError, ShardwiseError
+from shardwise.errors import JobError, ShardwiseError, some_of
+from shardwise.parallel.batch_norm import foreign_batch_norms
 from shardwise.step.optimizer_step import OptimizerStep, measured
 from shardwise.step.relay import Relay
 
@@ -52,6 +53,7 @@ class PipelineStep(OptimizerStep):
         self._schedule: Schedule | None = None
         self._weight = torch.ones((), device=place.device)
         self._sums: list[Tensor] = []
+        self._unfilled = [name for stage in stages for name in foreign_batch_norms(stage)]
         for stage in stages:
             stage.connect()
 
@@ -65,7 +67,13 @@ class PipelineStep(OptimizerStep):
         weight = torch.full((), self._sync.gain / max(1, batch.denominator), dtype=torch.float64, device=self._device)
         self._weight = self.update.scale(weight)
         self._sums = []
-        _with_own_errors(schedule, lambda index: partial(self._loss_sum, batch.micro_batches[index]))
+        # A block that backward runs again must see the real rows of its own micro-batch, not those of the last forward.
+        run = partial(
+            schedule,
+            lambda index: partial(self._loss_sum, batch.micro_batches[index]),
+            before_backward=lambda index: self._set_real_rows(batch.micro_batches[index]),
+        )
+        _with_own_errors(run)
         if self._after_first_backward is not None:
             self._after_first_backward()
             self._after_first_backward = None
@@ -96,7 +104,7 @@ class PipelineStep(OptimizerStep):
 
     def _schedule_for(self, micro_batches: list[MicroBatch]) -> Schedule:
         """Return the schedule for batches of this shape; for a new one, communicates over the pp group."""
-        shape = _shape_of(micro_batches)
+        shape = self._shape_of(micro_batches)
         if self._schedule is not None and shape == self._shape:
             return self._schedule
         if shape not in self._ports:
@@ -124,6 +132,21 @@ class PipelineStep(OptimizerStep):
         )
         return self._schedule
 
+    def _shape_of(self, micro_batches: list[MicroBatch]) -> Shape:
+        shapes = {tuple((tuple(part.shape), part.dtype) for part in tensors(micro.batch)) for micro in micro_batches}
+        if len(shapes) == 1:
+            return shapes.pop()
+        if self._unfilled and len({micro.filled for micro in micro_batches}) > 1:
+            raise JobError(
+                f"{some_of(self._unfilled)}: a batch norm class of its own counts filler rows, so a short step cannot"
+                " be filled up, and a pipeline cannot pass micro-batches of different sizes on",
+                fix="use torch's own batch norm, or a batch_size that divides the dataset",
+            )
+        raise JobError(
+            "micro-batches of one step differ in shape, which a pipeline cannot pass on",
+            fix="collate to one length, and use a batch_size that divides the dataset",
+        )
+
     def _probe(self, micro_batch: MicroBatch, module: nn.Module) -> Tensor:
         with self._autocast():
             output, batch = self._forward(module, micro_batch)
@@ -141,29 +164,24 @@ class PipelineStep(OptimizerStep):
     def _forward(self, module: nn.Module, micro_batch: MicroBatch) -> tuple[Any, Any]:
         """Return the model's output and the batch, both without filler rows."""
         batch, rows, filled = micro_batch.batch, micro_batch.rows, micro_batch.filled
-        for norm in self._batch_norms:
-            norm.rows = None if rows == filled else (rows, filled)
+        self._set_real_rows(micro_batch)
         with self._keyed(module, micro_batch):
             output = self._job.forward(module, batch)
         if rows < filled and self._job.loss.by_row:
             output, batch = cut_output(output, rows, filled), cut_rows(batch, rows, filled)
         return output, batch
 
-
-def _shape_of(micro_batches: list[MicroBatch]) -> Shape:
-    shapes = {tuple((tuple(part.shape), part.dtype) for part in tensors(micro.batch)) for micro in micro_batches}
-    if len(shapes) > 1:
-        raise JobError(
-            "micro-batches of one step differ in shape, which a pipeline cannot pass on",
-            fix="collate to one length, and use a batch_size that divides the dataset",
-        )
-    return shapes.pop()
+    def _set_real_rows(self, micro_batch: MicroBatch) -> None:
+        """Set which rows of a micro-batch batch norms take their statistics from."""
+        rows, filled = micro_batch.rows, micro_batch.filled
+        for norm in self._batch_norms:
+            norm.rows = None if rows == filled else (rows, filled)
 
 
-def _with_own_errors(schedule: Schedule, program: Callable[[int], Callable[[nn.Module], Any]]) -> None:
+def _with_own_errors(run: Callable[[], None]) -> None:
     """Run a schedule; torch wraps what a stage raises into an error of its own, which hides ours."""
     try:
-        schedule(program)
+        run()
     except RuntimeError as error:
         if isinstance(error.__cause__, ShardwiseError):
             raise error.__cause__ from None

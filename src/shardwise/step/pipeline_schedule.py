@@ -56,13 +56,15 @@ class Schedule:
         self._placed = placed
         self._targets = torch.zeros(num_micro_batches)  # torch wants one per micro-batch; the program has the real one
 
-    def __call__(self, program: Callable[[int], Callable[[nn.Module], Any]]) -> None:
+    def __call__(
+        self, program: Callable[[int], Callable[[nn.Module], Any]], before_backward: Callable[[int], None]
+    ) -> None:
         """Run forward and backward of every micro-batch; communicates over the pp group.
 
-        `program(i)` is what stages run for micro-batch i.
+        `program(i)` is what stages run for micro-batch i, `before_backward(i)` is called before its backward.
         """
         for stage in self._placed:
-            stage.choose = program
+            stage.choose, stage.before_backward = program, before_backward
         self._schedule.step(target=self._targets, return_outputs=False)
 
 
@@ -70,6 +72,7 @@ class _PlacedStage(PipelineStage):
     """Tells our stage which micro-batch comes next: torch would have us cut batches into tensors."""
 
     choose: Callable[[int], Callable[[nn.Module], Any]]
+    before_backward: Callable[[int], None]
 
     def __init__(
         self,
@@ -91,10 +94,11 @@ class _PlacedStage(PipelineStage):
         self._stage.program = self.choose(fwd_chunk_id)
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run one micro-batch back: all of it, or its inputs' gradients alone."""
         self._mark("backward")
-        return super().backward_one_chunk(*args, **kwargs)
+        self.before_backward(bwd_chunk_id)
+        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Make the weights' gradients of one micro-batch."""
