@@ -6,7 +6,9 @@ import signal
 
 import pytest
 
-from shardwise.launch import Finish, LaunchSpec, Script, launch, run_forked
+from beds.small_disk import fill, needs_small_disk, on_small_disk
+from shardwise.errors import InputError
+from shardwise.launch import Finish, LaunchSpec, Script, explain_outcome, launch, run_forked
 from shardwise.run import create_run
 
 LISTENING = """
@@ -121,3 +123,40 @@ raise ValueError(sys.argv[1])
     events = [json.loads(line) for line in run.directory.launcher_events().read_text().splitlines()]
     assert [event["kind"] for event in events] == ["attempt", "exit", "verdict", "finish"]
     assert "odd \\udcff.py" in events[0]["target"]
+
+
+@needs_small_disk
+@pytest.mark.parametrize("fork", [True, False])
+def test_full_disk_is_the_cause_of_a_rank_that_could_not_write_its_traceback(tmp_path, fork):
+    text = """
+import os
+if os.environ["RANK"] == "1":
+    while True:
+        print("x" * 4095, flush=True)
+"""
+
+    def body(folder):
+        run = Run(folder)
+        (run.directory.checkpoints / "step-00000040").mkdir(parents=True)
+        launched = run.launch(text, nproc=2, fork=fork)
+        return explain_outcome(launched.outcome, run.directory), sorted(
+            path.name for path in run.directory.path.iterdir()
+        )
+
+    report, names = on_small_disk(tmp_path, body)
+    kept, verdict = report.splitlines()[-2:]
+    assert "keeps 1 checkpoint, the newest step-00000040" in kept
+    assert verdict.startswith("rank 1 failed first: OSError: No space left on device")
+    assert "the disk is full: free space there" in verdict
+    assert names == ["checkpoints", "environment.json", "errors", "events", "logs"]
+
+
+@needs_small_disk
+def test_run_directory_on_a_full_disk_is_refused_and_removed(tmp_path):
+    def body(folder):
+        fill(folder)
+        with pytest.raises(InputError, match=r"cannot be written \(No space left on device\)"):
+            create_run(folder / "run", "run")
+        return [path.name for path in folder.iterdir()]
+
+    assert on_small_disk(tmp_path, body) == ["file"]

@@ -36,6 +36,8 @@ MESSAGES = [
         "RuntimeError\n[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes",
     ),
     ("host memory", "RuntimeError: DataLoader worker (pid 77) is killed by signal: Killed."),
+    ("disk full", "OSError\n[Errno 28] No space left on device: '/data/runs/a/logs/rank0.out'"),
+    ("disk full", "OSError\n[Errno 122] Disk quota exceeded"),
     ("shared memory", "DataLoader worker (pid 77) is killed by signal: Bus error. It is possible that dataloader's"),
     ("shared memory", "RuntimeError: unable to write to file </torch_123_456_0>: No space left on device (28)"),
     ("driver", "The NVIDIA driver on your system is too old (found version 11040)."),

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import shardwise as sw
+from beds.small_disk import needs_small_disk, on_small_disk
 from shardwise.checkpoint import CheckpointError
 from shardwise.errors import JobError
 from shardwise.plan import Device, settle
@@ -65,3 +66,13 @@ def test_a_model_of_mlx_is_refused_with_what_saves_it(tmp_path):
     nn = pytest.importorskip("mlx.nn")
     with pytest.raises(JobError, match=r"export writes models of torch, and this one is MLX's: .*save_weights"):
         export(nn.Linear(2, 2), tmp_path / "model.pt")
+
+
+@needs_small_disk
+def test_export_to_a_full_disk_reports_that_and_leaves_no_file(tmp_path):
+    def body(folder):
+        with pytest.raises(CheckpointError, match=r"model.pt: No space left on device: free space there"):
+            export(torch.nn.Linear(1024, 1024), folder / "model.pt")
+        return list(folder.iterdir())
+
+    assert on_small_disk(tmp_path, body) == []

@@ -16,7 +16,7 @@ from shardwise.hardware import usable_cores
 from shardwise.launch.compile_cache import compile_cache
 from shardwise.launch.evidence import find_mismatch, gather_evidence
 from shardwise.launch.explain import verdict
-from shardwise.launch.last_words import UNCAUGHT, last_words
+from shardwise.launch.last_words import UNCAUGHT, last_words, unwritable
 from shardwise.launch.policy import Decision, Finish, GiveUp, RankExit, Restart, decide
 from shardwise.launch.starters import ForkStarter, Output, PlainStarter, Starter
 from shardwise.launch.supervise import Observer, Outcome, supervise
@@ -243,9 +243,14 @@ def write_exit(log: LaunchLog, exit_: RankExit) -> None:
 
 
 def find_failure(run: RunDirectory, rank: int, returncode: int) -> Failure | None:
-    """Return what a rank that ended left behind: its own record, else the exception at the end of its log."""
+    """Return what a rank that ended left behind: its own record, else the exception at the end of its log.
+
+    A rank that could write neither, since the disk is full, failed of that.
+    """
     written = read_failure(run.error(rank))
-    return written or (last_words(run.stderr(rank), rank) if returncode == UNCAUGHT else None)
+    if written is not None or returncode not in UNCAUGHT:
+        return written
+    return last_words(run.stderr(rank), rank) or unwritable(run, rank, returncode)
 
 
 def describe_lost_store(store: RankProcess) -> str:

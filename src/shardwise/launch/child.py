@@ -99,7 +99,8 @@ def _run(order: StartRank) -> None:
         while own is not None and Path(own.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
             own = own.tb_next  # our frames say nothing to the user
         error = error.with_traceback(own)
-        write_failure(Path(order.failure), describe_failure(error, order.rank))
+        with contextlib.suppress(OSError):  # a full disk: the terminal may still show it
+            write_failure(Path(order.failure), describe_failure(error, order.rank))
         sys.last_value = error  # as Python leaves it after an exception that nobody caught
         sys.excepthook(type(error), error, own)  # torch's own puts the rank before each line
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)

@@ -7,8 +7,9 @@ from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from shardwise.launch.policy import RankExit, root_cause
+from shardwise.run.disk import describe_kept
 from shardwise.run.exitcodes import describe_exit
-from shardwise.run.known_errors import translate
+from shardwise.run.known_errors import DISK_FULL, translate
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -31,6 +32,8 @@ def explain_outcome(outcome: Outcome, run: RunDirectory, *, shown: Container[int
     others = [exit_ for exit_ in outcome.exits if exit_.failed and exit_.rank != cause.rank]
     parts = [f"{_name(exit_)} then failed too: {_summary(exit_)}" for exit_ in others]
     parts.append(_evidence(cause, run, is_shown=cause.rank in shown))
+    if _is_full(cause):
+        parts.append(describe_kept(run))
     parts.append(verdict(outcome))
     return "\n".join(part for part in parts if part)
 
@@ -65,6 +68,11 @@ def _summary(exit_: RankExit) -> str:
     return f"{exit_.failure.kind}: {first_line}{where}"
 
 
+def _is_full(cause: RankExit) -> bool:
+    known = translate("\n".join(_said(cause)), cause.returncode)
+    return known is not None and known.name == DISK_FULL
+
+
 def _said(exit_: RankExit) -> tuple[str, ...]:
     """What a rank said of its end: its exception, else the end of its log."""
     return (exit_.failure.kind, exit_.failure.message) if exit_.failure is not None else exit_.log
@@ -73,6 +81,8 @@ def _said(exit_: RankExit) -> tuple[str, ...]:
 def _evidence(cause: RankExit, run: RunDirectory, *, is_shown: bool) -> str:
     """The rank's own traceback, or where it stands if it was shown; the end of its log when it could not write one."""
     log = run.stderr(cause.rank)
+    if cause.failure is not None and not cause.failure.traceback:
+        return ""
     if cause.failure is not None and is_shown:
         kept = f", and in {log}" if log.exists() else ""
         return f"rank {cause.rank}: its traceback is above{kept}"

@@ -7,13 +7,16 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
+from shardwise.run.disk import write_error
 from shardwise.run.failure import PEER_LOST, Failure
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-UNCAUGHT = 1
-"""Python's exit code after an uncaught exception."""
+    from shardwise.run import RunDirectory
+
+UNCAUGHT = (1, 120)
+"""Python's exit codes after an uncaught exception, and after buffers that could not be flushed at its end."""
 _MOST_BYTES = 1 << 16
 _PEER_ERRORS = ("RuntimeError", "DistNetworkError", "DistStoreError", "DistBackendError", "ConnectionResetError")
 _TRACEBACK = "Traceback (most recent call last):\n"
@@ -41,6 +44,23 @@ def last_words(log: Path, rank: int) -> Failure | None:
         kind=kind,
         message=message,
         traceback=found + traceback,
-        exit_code=UNCAUGHT,
+        exit_code=UNCAUGHT[0],
         peer_lost=kind in _PEER_ERRORS and PEER_LOST.search(message) is not None,
+    )
+
+
+def unwritable(run: RunDirectory, rank: int, returncode: int) -> Failure | None:
+    """Return the failure of a rank that left none since nothing can be written there; None where something can."""
+    error = write_error(run.path)
+    if error is None:
+        return None
+    return Failure(
+        rank=rank,
+        host=socket.gethostname(),
+        at=time.time(),
+        kind="OSError",
+        message=f"{error.strerror}: nothing can be written to {run.path}, not even the traceback of this rank",
+        traceback="",
+        exit_code=returncode,
+        peer_lost=False,
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shardwise.environment import variables
 from shardwise.errors import InputError
+from shardwise.run.disk import write_error
 
 
 @dataclass(frozen=True)
@@ -193,4 +194,12 @@ def _make(path: Path, *, exist_ok: bool) -> RunDirectory:
         raise InputError(
             f"run directory {path} cannot be made ({error.strerror})", fix="name another one with --run-dir"
         ) from None
-    return RunDirectory(path, made)
+    run = RunDirectory(path, made)
+    refusal = write_error(path)
+    if refusal is not None:
+        run.remove()
+        raise InputError(
+            f"run directory {path} cannot be written ({refusal.strerror})",
+            fix="free space there, or name another one with --run-dir",
+        )
+    return run

@@ -66,7 +66,11 @@ def describe_failure(error: BaseException, rank: int) -> Failure:
 def write_failure(path: Path, failure: Failure) -> None:
     """Write `failure` whole or not at all."""
     partial = path.with_suffix(".partial")
-    partial.write_bytes(msgspec.json.encode(failure))
+    try:
+        partial.write_bytes(msgspec.json.encode(failure))
+    except OSError:  # a full disk
+        partial.unlink(missing_ok=True)
+        raise
     partial.rename(path)
 
 

@@ -34,6 +34,8 @@ _SHARED_MEMORY = _error(
     " Memory at /dev/shm), or use fewer DataLoader workers",
 )
 
+DISK_FULL = "disk full"
+
 KNOWN_ERRORS = (
     _error(
         "same GPU twice",
@@ -64,6 +66,12 @@ KNOWN_ERRORS = (
         "use fewer ranks, fewer DataLoader workers or smaller batches, or a larger memory limit",
     ),
     _SHARED_MEMORY,
+    _error(
+        DISK_FULL,
+        r"No space left on device|Disk quota exceeded",
+        "the disk is full",
+        "free space there (df -h, quota -s), keep fewer checkpoints, or name a run directory on another disk",
+    ),
     _error(
         "address in use",
         r"EADDRINUSE|Address already in use|errno: 98\b",

@@ -19,9 +19,12 @@ from shardwise.job.engine import is_mlx
 from shardwise.job.lora import is_adapter
 from shardwise.parallel.apply import stages_of
 from shardwise.parallel.gather import full_values
+from shardwise.run.disk import write_error
 from shardwise.step.whole import adapter_facts, from_all, whole_weights
 
 if TYPE_CHECKING:
+    from typing import IO
+
     from torch import Tensor, nn
 
 
@@ -81,9 +84,19 @@ def _write(weights: dict[str, Tensor], path: Path) -> None:
     draft = path.with_name(f".exporting-{path.name}-{secrets.token_hex(4)}")
     try:
         with draft.open("xb") as file:
-            torch.save(weights, file)
+            _save(weights, file, path)
             file.flush()
             os.fsync(file.fileno())
         draft.rename(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _save(weights: dict[str, Tensor], file: IO[bytes], path: Path) -> None:
+    try:
+        torch.save(weights, file)
+    except RuntimeError as error:
+        cause = write_error(path.parent)  # torch reports that its file is shorter than it wrote, and not why
+        if cause is None:
+            raise
+        raise OSError(cause.errno, cause.strerror, str(path)) from error
