@@ -155,8 +155,9 @@ def test_convert_to_hugging_face_lists_what_it_cannot_hold(run, tmp_path, capfd)
     assert "left out: config.json" in shown
 
 
-def test_weights_of_a_checkpoint_are_those_of_the_run(run, tmp_path):
+def test_weights_of_a_checkpoint_are_those_of_the_run(run, tmp_path, capfd):
     assert checkpoint("convert", run, tmp_path / "weights.pt", "--to", "torch", "--weights") == 0
+    assert "step 6, in" in capfd.readouterr().out
     found = torch.load(tmp_path / "weights.pt", weights_only=True)
     expected = torch.load(run / "weights.pt", weights_only=True)
     assert found.keys() == expected.keys()

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,7 +27,7 @@ def data(split):  # the test split takes longer than all of the training
 
 job = sw.Job(
     model=lambda: sw.models.decoder("gpt2-tiny", context=32), data=data,
-    loss=sw.losses.token_cross_entropy, optimizer=sw.adamw(lr=1e-3), batch_size=8, steps=60, on_step=on_step,
+    loss=sw.losses.token_cross_entropy, optimizer=sw.adamw(lr=1e-3), batch_size=8, steps=1, on_step=on_step,
 )
 """
 
@@ -58,20 +59,25 @@ def losses(run):
 
 def test_a_stop_request_saves_and_the_next_run_goes_on(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
-    whole, output = finish(start(tmp_path, "--nproc", "2", "--run-dir", "whole"))
+    length = ("--set", "steps=60")
+    whole, output = finish(start(tmp_path, "--nproc", "2", "--run-dir", "whole", *length))
     assert whole == 0, output
     (tmp_path / "slow").touch()  # it must not end before it is asked to
-    process = start(tmp_path, "--nproc", "2", "--run-dir", "first")
+    process = start(tmp_path, "--nproc", "2", "--run-dir", "first", *length)
     while not (tmp_path / "first" / "events" / "rank0.jsonl").exists() or not losses(tmp_path / "first"):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     code, output = finish(process)
     assert code == 75, output
-    assert "go on with --resume first" in output
+    command = shlex.split(re.search(r"stopped and saved; continue with: (.*)", output)[1])
+    assert command[:3] == ["shardwise", "train", "job.py"]
+    assert command[-1] == "--resume=first"
     (tmp_path / "slow").unlink()
-    code, output = finish(start(tmp_path, "--nproc", "1", "--plan", "ddp", "--resume", "first", "--run-dir", "second"))
+    # As it was printed, but on another number of ranks.
+    code, output = finish(start(tmp_path, *command[3:], "--nproc", "1", "--plan", "ddp", "--run-dir", "second"))
     assert code == 0, output
-    assert re.search(r"resumed from .* at step \d+", output)
+    at = int(re.search(r"resumed from .* at step (\d+)", output)[1])
+    assert re.search(rf"training time .* s for {60 - at} steps, resumed at step {at}\n", output)
     both, one = losses(tmp_path / "first") | losses(tmp_path / "second"), losses(tmp_path / "whole")
     assert sorted(both) == sorted(one)
     torch.testing.assert_close(torch.tensor(list(both.values())), torch.tensor(list(one.values())), rtol=1e-3, atol=0)
@@ -80,7 +86,7 @@ def test_a_stop_request_saves_and_the_next_run_goes_on(tmp_path):
 def test_a_killed_rank_is_restarted_from_the_last_checkpoint(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
     (tmp_path / "deadly").touch()
-    arguments = ("--nproc", "2", "--run-dir", "run", "--save-every", "10", "--max-restarts", "1")
+    arguments = ("--nproc", "2", "--run-dir", "run", "--save-every", "10", "--max-restarts", "1", "--set", "steps=60")
     code, output = finish(start(tmp_path, *arguments))
     assert code == 0, output
     assert "rank 1 failed; restart 1 of 1" in output

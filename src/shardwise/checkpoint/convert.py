@@ -123,6 +123,7 @@ class ConvertReport:
     target_kind: str
     path: Path
     step: int
+    """Optimizer steps that the source had made, also where the target holds weights alone."""
     num_tensors: int
     num_bytes: int
     tied: dict[str, str]
@@ -171,6 +172,7 @@ def convert(
     contents = open_contents(source)
     if not contents.forms:
         raise InputError(f"{source} holds no tensor of a model or optimizer", fix="name another checkpoint")
+    steps_made = contents.step if step is None else step
     if contents.kind == "dcp":
         contents = find_ties(contents)
     if to in {"hf", "mlx"} or (weights and to != "peft"):
@@ -196,7 +198,7 @@ def convert(
         source_kind=contents.kind,
         target_kind=to,
         path=target,
-        step=contents.step,
+        step=steps_made,
         num_tensors=len(written),
         num_bytes=sum(map(bytes_of, written.values())),
         tied=contents.tied,

@@ -10,6 +10,7 @@ from click.core import ParameterSource
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
+    from pathlib import Path
 
     from shardwise.cli.launch_plan import SettledLaunch
     from shardwise.launch.nodes import NodesSpec
@@ -52,16 +53,28 @@ def launch_words(context: click.Context, first: Sequence[str], without: Collecti
 
     What is about nodes is left out, and so are the parameters in `without`.
     """
-    words, rest = list(first), list[str]()
+    options, arguments = _typed(context, without={*_ABOUT_NODES, *without})
+    return [context.info_name or "", *first, *options, *arguments]
+
+
+def resume_words(context: click.Context, run: Path) -> list[str]:
+    """Return the command that continues this training: all that the user typed, but from the checkpoints of `run`."""
+    options, arguments = _typed(context, without=("run_dir", "resume"))
+    return ["shardwise", context.info_name or "", *arguments, *options, f"--resume={run}"]
+
+
+def _typed(context: click.Context, without: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the options and the arguments that the user typed, except the parameters in `without`."""
+    options, arguments = list[str](), list[str]()
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
-        if parameter.name in _ABOUT_NODES or parameter.name in without or value is None:
+        if parameter.name in without or value is None:
             continue
         if isinstance(parameter, click.Argument):
-            rest += [value] if isinstance(value, str) else value
+            arguments += [value] if isinstance(value, str) else value
         elif context.get_parameter_source(parameter.name or "") is not ParameterSource.DEFAULT:
-            words += _option(parameter, value)
-    return [context.info_name or "", *words, *rest]
+            options += _option(parameter, value)
+    return options, arguments
 
 
 def _option(parameter: click.Parameter, value: object) -> list[str]:

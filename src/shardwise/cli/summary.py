@@ -18,7 +18,9 @@ def summarise(run: RunDirectory) -> None:
     for name, value in result["evaluation"].items():
         shown = "nan" if value is None else f"{value:.2%}" if "accuracy" in name else f"{value:.4f}"
         say(f"test {name:<10} {shown}")
-    say(f"training time   {result['training_s']:.1f} s for {result['steps']} steps")
+    first_step = result["first_step"]
+    resumed = f", resumed at step {first_step}" if first_step else ""
+    say(f"training time   {result['training_s']:.1f} s for {result['steps'] - first_step} steps{resumed}")
     say(f"weights         {run.weights}")
     if run.adapter.is_dir():
         say(f"adapter         {run.adapter}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import time
 from pathlib import Path
@@ -256,6 +257,7 @@ def _launch(order: dict[str, object], run: RunDirectory, ranks: RanksSpec) -> La
 
 def _conclude(ranks: RanksSpec, launched: Launched, run: RunDirectory, *, is_first: bool = True) -> int:
     """Say how it ended; a run that was refused before its first step leaves nothing behind."""
+    from shardwise.cli.node_words import resume_words
     from shardwise.cli.presets import tell_effects
     from shardwise.launch import Finish, explain_outcome, root_cause
 
@@ -264,7 +266,8 @@ def _conclude(ranks: RanksSpec, launched: Launched, run: RunDirectory, *, is_fir
     if isinstance(launched.decision, Finish) and launched.decision.exit_code == PREEMPTED:
         is_saved = not any(one.failure and NOT_SAVED in one.failure.message for one in outcome.exits)
         words = "stopped and saved" if is_saved else "stopped, its last state not saved"
-        complain(f"shardwise: {words}; go on with --resume {run.path}")
+        again = shlex.join(resume_words(click.get_current_context(), run.path))
+        complain(f"shardwise: {words}; continue with: {again}")
         return INTERRUPTED if outcome.interrupted == signal.SIGINT else PREEMPTED
     if outcome.interrupted:
         complain(f"shardwise: interrupted; the run is in {run.path}")

@@ -34,7 +34,11 @@ class TrainReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a training came to."""
 
     steps: int
+    """Of the whole training, those before `first_step` included."""
+    first_step: int
+    """Where this run began: 0, or the step of the checkpoint that it resumed from."""
     samples: int
+    """Of the steps from `first_step` on."""
     skipped: int
     """Steps whose gradient was not finite, on which the optimizer stood still."""
     loss: float
@@ -139,6 +143,7 @@ def _conclude(
         )
     return TrainReport(
         steps=steps,
+        first_step=first_step,
         samples=journal.samples,
         skipped=journal.skipped,
         loss=journal.loss,

@@ -115,7 +115,10 @@ def check_same_job(facts: Mapping[str, Any], job: Job, *, number: int, num_steps
             fix=f"--set lora.alpha={saved.get('alpha')}, or --resume never",
         )
     if number > num_steps:
-        raise JobError(f"the checkpoint is at step {number}, the job ends at {num_steps}", fix="lengthen the job")
+        raise JobError(
+            f"the checkpoint is at step {number}, the job ends at {num_steps}",
+            fix=f"--set steps=N with N of at least {number}, as the run that saved it had, or --resume never",
+        )
 
 
 def _written(states: Mapping[str, Tensor]) -> dict[str, str]:
