@@ -1,6 +1,7 @@
 """Keyed masks: dropout by sample and place gives every layout the numbers of one process."""
 
 import dataclasses
+from collections import Counter
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.data.cursor import Places
 from shardwise.errors import JobError, PlanError
+from shardwise.parallel.keyed_draws import KeyedDraws, Moment
 from shardwise.parallel.keyed_masks import KeyedDropout, key_dropouts, keyed_mask
 from shardwise.plan import Pipeline, Precision
 from shardwise.testing import run_ranks
@@ -108,6 +110,66 @@ def test_dropout_is_on(alone):
     assert run_ranks(losses, 1, "ddp", make_job(seed=1))[0] != pytest.approx(alone, rel=1e-3)
 
 
+class DropPath(nn.Module):
+    """Stochastic depth by sample, as timm and torchvision write it."""
+
+    def forward(self, x):
+        return x * x.new_empty(x.shape[0], *[1] * (x.ndim - 1)).bernoulli_(0.7).div_(0.7)
+
+
+class StochasticBlock(nn.Module):
+    """Attention that drops inside of its kernel, dropout by function, and stochastic depth."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.path = nn.Linear(6, 6), DropPath()
+
+    def forward(self, x):
+        mixed = nn.functional.scaled_dot_product_attention(self.up(x), x, x, dropout_p=0.2)
+        return x + self.path(nn.functional.dropout(mixed, 0.3))
+
+
+class Stochastic(nn.Module):
+    """Noise of its own before and after the blocks, and tokens hidden as masked autoencoders do."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(StochasticBlock() for _ in range(4))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        hidden = torch.rand(x.shape[0], x.shape[1], device=x.device).argsort(1)[:, :1]
+        x = self.enter(x.scatter(1, hidden[..., None].expand(-1, -1, 6), 0.0))
+        x = x + 0.1 * torch.randn_like(x)
+        for block in self.blocks:
+            x = block(x)
+        x = torch.normal(x, 0.1) + torch.distributions.Normal(0.0, x.exp()).rsample()
+        return self.head(nn.functional.gumbel_softmax(x, dim=-1).mean(1))
+
+
+@pytest.fixture(scope="module")
+def stochastic_alone():
+    return run_ranks(losses, 1, "ddp", make_job(Stochastic))[0]
+
+
+@pytest.mark.parametrize(
+    ("nproc", "preset", "changes"),
+    [
+        (1, "ddp", {"accumulation": 4, "recompute": "full"}),
+        (1, "ddp", {"accumulation": 2, "recompute": "selective"}),
+        (2, "zero1", {"accumulation": 2}),
+        (2, "fsdp", {"recompute": "full"}),
+        (2, "pp", {"accumulation": 4}),
+        (2, "pp", {"accumulation": 4, "recompute": "full", "pipeline": Pipeline(schedule="interleaved_1f1b")}),
+    ],
+)
+def test_whatever_a_model_draws_is_that_of_one_process_under_every_layout(nproc, preset, changes, stochastic_alone):
+    found = run_ranks(losses, nproc, preset, make_job(Stochastic), **changes)[0]
+    assert found == pytest.approx(stochastic_alone, rel=1e-9)
+    assert run_ranks(losses, 1, "ddp", make_job(Stochastic, seed=1))[0] != pytest.approx(stochastic_alone, rel=1e-3)
+
+
 class Tensored(nn.Module):
     """Two layers that tensor parallelism cuts between, with dropout outside or inside of the cut."""
 
@@ -120,18 +182,34 @@ class Tensored(nn.Module):
         return self.head(self.after(self.down(self.between(torch.relu(self.up(self.before(x.flatten(1))))))))
 
 
-def tensored(*, inside):
-    return make_job(lambda: Tensored(inside=inside), tensor_rules={"up": "column", "down": "row"})
+class TensoredNoise(Tensored):
+    """The same with noise in place of dropout."""
+
+    def __init__(self, *, inside):
+        super().__init__(inside=False)
+        self.inside = inside
+
+    def forward(self, x):
+        x = self.up(torch.normal(x.flatten(1), 0.1))
+        x = self.down(x + torch.randn_like(x) if self.inside else x)
+        return self.head(x * torch.rand_like(x))
 
 
-def test_tensor_parallel_ranks_drop_alike_outside_of_the_cut():
-    job = tensored(inside=False)
+def tensored(*, inside, model=Tensored):
+    return make_job(lambda: model(inside=inside), tensor_rules={"up": "column", "down": "row"})
+
+
+@pytest.mark.parametrize("model", [Tensored, TensoredNoise])
+def test_tensor_parallel_ranks_drop_and_draw_alike_outside_of_the_sharded_region(model):
+    job = tensored(inside=False, model=model)
     assert run_ranks(losses, 2, "tp", job)[0] == pytest.approx(run_ranks(losses, 1, "ddp", job)[0], rel=1e-9)
 
 
 def test_dropout_inside_of_a_tensor_cut_is_refused_by_name():
     with pytest.raises(JobError, match="between drops parts of an activation"):
         run_ranks(losses, 2, "tp", tensored(inside=True))
+    with pytest.raises(JobError, match="the model draws by randn_like where tensor parallelism shards activations"):
+        run_ranks(losses, 2, "tp", tensored(inside=True, model=TensoredNoise))
 
 
 def keys(*indices, seed=0, epoch=0):
@@ -209,21 +287,68 @@ def test_a_part_in_several_places_is_refused_under_a_pipeline():
         key_dropouts(nn.ModuleList([part, part]), staged=True)
 
 
-class Drawing(nn.Linear):
+class OneForAll(nn.Linear):
+    """Drops a layer for the whole micro-batch."""
+
     def forward(self, x):
-        return super().forward(nn.functional.dropout(x, 0.5))
+        return super().forward(x) if torch.rand([]) > 0.5 else x
 
 
-class Attending(nn.Linear):
+class NoisyWeight(nn.Linear):
     def forward(self, x):
-        return nn.functional.scaled_dot_product_attention(super().forward(x), x, x, dropout_p=0.5)
+        return nn.functional.linear(x, self.weight + torch.randn_like(self.weight), self.bias)
 
 
-@pytest.mark.parametrize("part", [Drawing(6, 6), Attending(6, 6), nn.AlphaDropout(0.5)])
-def test_a_part_that_draws_is_refused_in_the_first_step_by_name(part):
-    job = make_job(lambda: nn.Sequential(nn.Linear(6, 6), nn.Sequential(part), nn.Flatten(), nn.Linear(18, 3)))
-    with pytest.raises(JobError, match=r"1\.0 draws random numbers of its own"):
+class Shuffled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x[:, torch.randperm(x.shape[1])])
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (OneForAll, r"1\.0 draws \[\] by rand in a micro-batch of 8, and keyed draws need rows first"),
+        (NoisyWeight, r"1\.0 draws by randn_like for a parameter"),
+        (Shuffled, r"1\.0 draws random numbers of its own by randperm"),
+    ],
+)
+def test_a_draw_that_belongs_to_no_sample_is_refused_in_the_first_step_by_name(part, words):
+    job = make_job(lambda: nn.Sequential(nn.Linear(6, 6), nn.Sequential(part(6, 6)), nn.Flatten(), nn.Linear(18, 3)))
+    with pytest.raises(JobError, match=words):
         run_ranks(losses, 1, "ddp", job)
+
+
+def drawn(operation, rows, seed=0):
+    draws = KeyedDraws()
+    with draws.intercepting(Moment(keys(*range(rows), seed=seed), Counter(), ("layer",))):
+        return operation()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_keyed_numbers_have_the_distributions_of_torch(dtype):
+    uniform = drawn(lambda: torch.rand(100, 1000, dtype=dtype), 100)
+    assert uniform.dtype == dtype
+    assert (uniform.min() >= 0) & (uniform.max() < 1)
+    assert abs(uniform.double().mean() - 0.5) < 5 / (12 * 1e5) ** 0.5 + torch.finfo(dtype).eps
+    normal = drawn(lambda: torch.empty(100, 1000, dtype=dtype).normal_(2.0, 3.0), 100).double()
+    assert normal.isfinite().all()
+    assert abs(normal.mean() - 2) < 0.06
+    assert abs(normal.std() - 3) < 0.06
+
+
+def test_integers_and_rates_of_their_own_are_keyed():
+    integers = drawn(lambda: torch.randint(2, 5, (100, 1000)), 100)
+    assert set(integers.unique().tolist()) == {2, 3, 4}
+    rates = torch.tensor([0.1, 0.9]).repeat(100, 500)
+    kept = drawn(lambda: torch.bernoulli(rates), 100)
+    assert kept[:, 0::2].mean().item() == pytest.approx(0.1, abs=0.01)
+    assert kept[:, 1::2].mean().item() == pytest.approx(0.9, abs=0.01)
+
+
+def test_a_generator_that_the_user_passes_is_left_alone():
+    generator = torch.Generator().manual_seed(3)
+    expected = torch.rand(4, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(drawn(lambda: torch.rand(4, generator=generator), 4), expected)
 
 
 class TokensFirst(Net):

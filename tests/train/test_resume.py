@@ -145,6 +145,20 @@ def dropping():
     return model
 
 
+class Noise(torch.nn.Module):
+    """Adds noise that it draws itself."""
+
+    def forward(self, x):
+        return torch.normal(x, 0.1)
+
+
+def stochastic():
+    """The same with noise before it drops."""
+    model = dropping()
+    model.norm.insert(1, Noise())
+    return model
+
+
 @pytest.mark.parametrize(
     ("layout", "num_workers"), [("one", 0), ("ddp2", 0), ("ddp2", 1), ("fsdp2", 0), ("tp2", 0), ("pp2", 0)]
 )
@@ -171,7 +185,7 @@ def test_dropout_masks_begin_anew_at_another_layout_and_that_is_told(tmp_path):
 
 @pytest.mark.parametrize(("save_under", "load_under"), [("ddp2", "one"), ("one", "fsdp2"), ("zero1", "pp2")])
 def test_keyed_masks_go_on_at_another_layout(save_under, load_under, tmp_path):
-    job = partial(make_job, model=dropping, masks="keyed")
+    job = partial(make_job, model=stochastic, masks="keyed")
     whole, state = run_ranks(trained, 1, "one", job=job())[0]
     run_ranks(trained, LAYOUTS[save_under][0], save_under, tmp_path, job=job(steps=4), every=4)  # inside epoch 2
     after, final, notes = run_ranks(trained, LAYOUTS[load_under][0], load_under, tmp_path, job=job(), told=True)[0]

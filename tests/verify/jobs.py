@@ -61,6 +61,21 @@ class Noisy(torch.nn.Linear):
         return super().forward(torch.nn.functional.dropout(x, 0.5))
 
 
+class Attending(torch.nn.Module):
+    """Attention whose rate of dropout nobody can see from outside, and stochastic depth by sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.rate = 0.3
+        self.up, self.head = torch.nn.Linear(6, 6), torch.nn.Linear(6, 3)
+
+    def forward(self, x):
+        rows = x[:, None]
+        mixed = torch.nn.functional.scaled_dot_product_attention(rows, rows, rows, dropout_p=self.rate)
+        kept = torch.empty(len(x), 1).bernoulli_(0.7)
+        return self.head(x + kept * self.up(mixed[:, 0] + 0.1 * torch.randn_like(x)))
+
+
 class Restless(torch.nn.Linear):
     """Gives other numbers each time it is run, whatever the seed."""
 
@@ -90,6 +105,7 @@ def biased():
 
 amplified = points(biased, optimizer=sw.adamw(lr=1e-2, eps=1e-15))
 noisy = points(lambda: Noisy(6, 3))
+attending = points(lambda: torch.nn.Sequential(Attending()))
 restless = points(lambda: Restless(6, 3))
 
 
@@ -99,7 +115,7 @@ def dropping():
 
 with_dropout = points(dropping)
 keyed_dropout = points(dropping, masks="keyed")
-keyed_noise = points(lambda: Noisy(6, 3), masks="keyed")
+keyed_draws = points(lambda: torch.nn.Sequential(Attending()), masks="keyed")
 
 
 broken = points(lambda: torch.nn.Linear(7, 3))

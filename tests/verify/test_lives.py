@@ -28,9 +28,9 @@ def life(begins=0, stop=STEPS, ranks=2, changes=None, **fields):
     return dataclasses.replace(made, **fields)
 
 
-def parting(second=None, last=None, *, first=None, draws_random=False):
+def parting(second=None, last=None, *, first=None, drawn_by=""):
     lives = [first or life(stop=3), second or life(2, 4), last or life(3, ranks=4)]
-    return find_parting(life(), lives, 1e-9, draws_random=draws_random)
+    return find_parting(life(), lives, 1e-9, drawn_by=drawn_by)
 
 
 def cause(**lives):
@@ -81,8 +81,8 @@ def test_random_numbers_of_another_layout_are_not_compared():
 
 def test_a_model_that_draws_is_excused_on_another_layout_only():
     off = {3: {"loss": 9.0}}
-    assert cause(last=life(3, ranks=4, changes=off), draws_random=True) == "random numbers"
-    assert cause(second=life(2, 4, changes=off), draws_random=True) == "optimizer not restored"
+    assert cause(last=life(3, ranks=4, changes=off), drawn_by="layer") == "random numbers"
+    assert cause(second=life(2, 4, changes=off), drawn_by="layer") == "optimizer not restored"
 
 
 def test_the_first_life_that_differs_is_not_resumes_fault():

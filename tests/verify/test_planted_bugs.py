@@ -224,8 +224,10 @@ def test_a_combination_that_trains_wrongly_without_an_error_is_caught(monkeypatc
 
 
 def test_random_numbers_that_no_switch_stops():
-    finding = finding_on("ddp", job="noisy")
+    finding = finding_on("ddp", job="attending")
     assert finding.cause == "random numbers"
+    assert finding.evidence.startswith("0 draws random numbers in training")  # the module of that name
+    assert "--set masks=keyed" in finding.evidence
 
 
 def test_non_deterministic_operation():

@@ -187,7 +187,9 @@ def test_a_plan_that_is_off_by_itself_is_blamed_and_not_resume(monkeypatch):
 
 
 def test_a_job_that_draws_random_numbers_is_told_apart():
-    assert finding_on(job="noisy").cause == "random numbers"
+    finding = finding_on(job="noisy")
+    assert finding.cause == "random numbers"
+    assert "--set masks=keyed" in finding.evidence
 
 
 def test_a_job_that_differs_each_time_is_told_apart():

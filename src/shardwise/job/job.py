@@ -66,7 +66,7 @@ class Job:
     """DataLoader processes per rank."""
     seed: int = 0
     masks: Masks = "drawn"
-    """How dropout drops: drawn by each rank, or keyed by sample and place and so the same at any layout."""
+    """How dropout and other random layers draw: by each rank, or keyed by sample and module, the same at any layout."""
     tensor_rules: Mapping[str, str] | str | None = None
     """How tensor parallelism cuts modules, by name: {"blocks.*.attn.qkv": "column", ...}, or the path of a file with
     them, which is read at once; None asks the model."""

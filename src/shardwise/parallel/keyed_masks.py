@@ -1,16 +1,30 @@
-"""Keyed masks: dropout that drops by sample and place, so that ranks, accumulation and resumes change nothing."""
+"""Keyed masks: dropout that drops by sample and place, so that ranks, accumulation and resumes change nothing.
+
+Modules of torch that drop are replaced by `KeyedDropout`, which costs no more than they do. What else a model draws in
+forward (stochastic depth, noise, dropout inside of attention) is intercepted: see `keyed_draws`.
+"""
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.errors import JobError
+from shardwise.parallel.keyed_draws import (
+    DRAW,
+    KeyedDraws,
+    Moment,
+    assign_places,
+    drawing_error,
+    draws_of,
+    follow_modules,
+    generator_states,
+    keyed_bits,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -18,11 +32,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-_MIX_A = 0x85EBCA6B - (1 << 32)  # the 32-bit finaliser of MurmurHash3 (public domain, Austin Appleby), as int32
-_MIX_B = 0xC2B2AE35 - (1 << 32)
 _CHANNELS = {nn.Dropout1d: 3, nn.Dropout2d: 4, nn.Dropout3d: 5}
 """Dropouts of whole channels, and the dimensions of a batch for each."""
-_DRAW = 'or Job(masks="drawn")'
 
 
 class KeyedDropout(nn.Dropout):
@@ -56,18 +67,18 @@ class KeyedDropout(nn.Dropout):
         if self.is_cut:
             raise JobError(
                 f"{self.name} drops parts of an activation that tensor parallelism cuts, and keyed masks know no parts",
-                fix=f"use tp = 1 or no dropout there, {_DRAW}",
+                fix=f"use tp = 1 or no dropout there, {DRAW}",
             )
         if self.keys is None:
             raise JobError(
                 f"{self.name} does not know its samples, as of a stream or outside of a step, and masks are keyed",
-                fix=f"give a dataset that is read by index, {_DRAW}",
+                fix=f"give a dataset that is read by index, {DRAW}",
             )
         rows = self.keys.shape[1]
         if value.ndim == 0 or value.shape[0] % rows or (self.channels or value.ndim) != value.ndim:
             raise JobError(
                 f"{self.name} gets {list(value.shape)} of a micro-batch of {rows}, and keyed masks need rows first",
-                fix=f"give it [rows, ...], {_DRAW}",
+                fix=f"give it [rows, ...], {DRAW}",
             )
         return self.keys
 
@@ -75,22 +86,13 @@ class KeyedDropout(nn.Dropout):
 @torch.no_grad()
 def keyed_mask(keys: Tensor, place: str, elements: int, p: float) -> Tensor:
     """Return which elements stay, bool [rows, elements]: each with probability 1 - p, by `keys` (int32 [2, rows])."""
-    salt = hashlib.blake2b(place.encode(), digest_size=8).digest()
-    first, second = (int.from_bytes(half, "little", signed=True) for half in (salt[:4], salt[4:]))
-    # int32 wraps around when it overflows; shifts keep the sign, so their upper bits are cut off.
-    bits = (keys[0] ^ first)[:, None] + torch.arange(elements, dtype=torch.int32, device=keys.device)
-    bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(_MIX_A)
-    # The second key comes in half-way: two samples share a mask, or a shift of one, when 64 bits agree, not 32.
-    bits.bitwise_xor_((bits >> 13).bitwise_and_(0x7FFFF)).add_((keys[1] ^ second)[:, None]).mul_(_MIX_B)
-    bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(_MIX_A)
-    bits.bitwise_xor_((bits >> 13).bitwise_and_(0x7FFFF))
-    return bits >= min(round(p * 2**32) - 2**31, 2**31 - 1)
+    return keyed_bits(keys, place, elements) >= min(round(p * 2**32) - 2**31, 2**31 - 1)
 
 
 def key_dropouts(module: nn.Module, *, staged: bool) -> None:
-    """Put a keyed dropout in place of every one of torch's; `staged` for a whole model that a pipeline is to cut.
+    """Put a keyed dropout in place of every one of torch's; `staged` for a whole model that a pipeline is to split.
 
-    Alpha dropouts, classes derived from torch's and functions are left, and found when they draw: see `KeyedMasks`.
+    Alpha dropouts, classes derived from torch's and functions are left, and keyed where they draw: see `KeyedMasks`.
     """
     for prefix, parent in list(module.named_modules()):
         for name, child in parent._modules.items():  # noqa: SLF001 - named_children passes over repeats
@@ -103,8 +105,9 @@ def key_dropouts(module: nn.Module, *, staged: bool) -> None:
             if places > 1:
                 raise JobError(
                     f"{dropout.name} is part of a module that stands in {places} places, which may be on two stages",
-                    fix=f"make one for each place, use pp = 1, {_DRAW}",
+                    fix=f"make one for each place, use pp = 1, {DRAW}",
                 )
+    assign_places(module, staged=staged)
 
 
 def _like(dropout: Any, name: str) -> KeyedDropout:
@@ -120,44 +123,68 @@ def keyed_dropouts(module: nn.Module) -> list[KeyedDropout]:
 
 
 class CutRegion:
-    """Tells keyed dropouts when activations are cut, from `enter` to `leave`."""
+    """Marks for keyed dropouts and draws where activations are sharded, from `enter` to `leave`."""
 
-    def __init__(self, dropouts: Iterable[KeyedDropout]) -> None:
+    def __init__(self, dropouts: Iterable[KeyedDropout], draws: KeyedDraws) -> None:
         self._dropouts = list(dropouts)
+        self._draws = draws
 
     def enter(self) -> None:
-        """Begin a cut region."""
-        for dropout in self._dropouts:
-            dropout.is_cut = True
+        """Begin a sharded region."""
+        self._mark(is_sharded=True)
 
     def leave(self) -> None:
         """End it; nothing happens outside already."""
+        self._mark(is_sharded=False)
+
+    def _mark(self, *, is_sharded: bool) -> None:
+        self._draws.is_sharded = is_sharded
         for dropout in self._dropouts:
-            dropout.is_cut = False
+            dropout.is_cut = is_sharded
 
 
-@contextmanager
-def same_masks(moments: Iterable[tuple[KeyedDropout, Tensor | None, int]]) -> Iterator[None]:
-    """Go back to a moment, dropout by dropout with its keys and calls: what is run again drops the same."""
-    moments = list(moments)
-    now = [(dropout, dropout.keys, dropout.calls) for dropout, _, _ in moments]
-    for dropout, keys, calls in moments:
-        dropout.keys, dropout.calls = keys, calls
-    try:
-        yield
-    finally:
-        for dropout, keys, calls in now:
+def cut_region(module: nn.Module) -> CutRegion | None:
+    """Return what marks sharded activations for a model whose masks are keyed; None for any other."""
+    draws = draws_of(module)
+    return None if draws is None else CutRegion(keyed_dropouts(module), draws)
+
+
+class Replay:
+    """The masks and draws of a block from now on, kept so that recomputation in backward repeats them."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._dropouts = [(each, each.keys, each.calls) for each in keyed_dropouts(block)]
+        draws = draws_of(block)
+        self._draws: tuple[KeyedDraws, Moment] | None = None
+        if draws is not None and draws.is_on:
+            self._draws = draws, draws.moment()
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Go back to that moment while the block runs again."""
+        now = [(dropout, dropout.keys, dropout.calls) for dropout, _, _ in self._dropouts]
+        for dropout, keys, calls in self._dropouts:
             dropout.keys, dropout.calls = keys, calls
+        try:
+            with ExitStack() as stack:
+                if self._draws is not None:
+                    draws, moment = self._draws
+                    stack.enter_context(draws.intercepting(moment))
+                yield
+        finally:
+            for dropout, keys, calls in now:
+                dropout.keys, dropout.calls = keys, calls
 
 
 class KeyedMasks:
-    """The keyed dropouts of a model, told of every micro-batch; nothing else in it may draw."""
+    """The keyed dropouts and draws of a model, given the keys of every micro-batch."""
 
     def __init__(self, model: nn.Module, device_type: str) -> None:
         """`device_type` is where forward runs."""
         self._dropouts = keyed_dropouts(model)
         self._device = torch.device(device_type)
-        self._watched: set[int] = set()
+        self._draws: dict[int, bool] = {}
+        """Modules that had a first pass, and whether they drew in it."""
 
     @contextmanager
     def of(self, module: nn.Module, keys: npt.NDArray[np.uint64] | None, filled: int) -> Iterator[None]:
@@ -165,17 +192,41 @@ class KeyedMasks:
         rows = None if keys is None else self._on_device(keys, filled)
         for dropout in self._dropouts:
             dropout.keys, dropout.calls = rows, 0
-        watches = rows is not None and torch.is_grad_enabled() and id(module) not in self._watched
         try:
-            if watches:
-                self._watched.add(id(module))
-                with _nothing_drawn(module):
+            if rows is not None and torch.is_grad_enabled() and self._draws.get(id(module), True):
+                with self._intercepted(module, Moment(rows, Counter(), ("",))):
                     yield
             else:
                 yield
         finally:
             for dropout in self._dropouts:
                 dropout.keys = None
+
+    @contextmanager
+    def _intercepted(self, module: nn.Module, start: Moment) -> Iterator[None]:
+        """Key what `module` draws; in its first pass, also refuse what draws unseen."""
+        draws = draws_of(module)
+        if draws is None:  # of a model that nobody prepared there is nothing to name
+            yield
+            return
+        if id(module) in self._draws:
+            with draws.intercepting(start):
+                yield
+            return
+        watch = FirstPass(module, draws)
+        failed = False
+        try:
+            with draws.intercepting(start):
+                try:
+                    yield
+                finally:
+                    self._draws[id(module)] = watch.end(keeps_hooks=bool(draws.calls))
+        except Exception:
+            failed = True  # that is what must be reported; a stage of a pipeline is left by what is no Exception
+            raise
+        finally:
+            if watch.drew and not failed:
+                raise drawing_error(watch.drew[0])
 
     def _on_device(self, keys: npt.NDArray[np.uint64], filled: int) -> Tensor:
         """Return int32 [2, filled]; rows that fill up have the keys of those they repeat, or 0."""
@@ -185,45 +236,30 @@ class KeyedMasks:
         return halves.to(self._device, non_blocking=True)
 
 
-@contextmanager
-def _nothing_drawn(module: nn.Module) -> Iterator[None]:
-    """Refuse a forward pass that moves torch's generators, naming the innermost module that did."""
-    path, drew, states = [""], [], _generator_states()
+class FirstPass:
+    """Looks on while a module runs for the first time: which parts move torch's generators past the interception."""
 
-    def look(name: str | None) -> None:
-        """Blame what ran until now, then enter `name`; None leaves."""
-        nonlocal states
-        before, states = states, _generator_states()
-        if not all(map(torch.equal, states, before)):
-            drew.append(path[-1])
-        if name is not None:
-            path.append(name)
-        elif len(path) > 1:
-            path.pop()
+    def __init__(self, module: nn.Module, draws: KeyedDraws) -> None:
+        self.drew: list[str] = []
+        """Names of modules, the innermost that ran at the time."""
+        self._states = generator_states()
+        self._draws = draws
+        self._hooks = follow_modules(module, self._look)
+        self._is_over = False
 
-    hooks, failed = [], False
-    for name, part in module.named_modules(set()):  # with a memo: a pipeline's stages refuse walks of the user's alone
-        if name:
-            hooks.append(part.register_forward_pre_hook(lambda *_, name=name: look(name)))
-            hooks.append(part.register_forward_hook(lambda *_: look(None)))
-    try:
-        yield
-    except Exception:
-        failed = True  # that is what must be told; a stage of a pipeline is left by what is no Exception
-        raise
-    finally:
-        for hook in hooks:
-            hook.remove()
-        look(None)
-        if drew and not failed:
-            raise JobError(
-                f"{drew[0] or 'the model'} draws random numbers of its own, and masks are keyed by sample and place",
-                fix=f"use torch.nn.Dropout there, {_DRAW}",
-            )
+    def _look(self) -> None:
+        if self._is_over:
+            return
+        before, self._states = self._states, generator_states()
+        if not all(map(torch.equal, self._states, before)):
+            self.drew.append(self._draws.path[-1])
 
-
-def _generator_states() -> list[Tensor]:
-    states = [torch.default_generator.get_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    return states
+    def end(self, *, keeps_hooks: bool = False) -> bool:
+        """Look for the last time; returns whether the hooks that follow modules stay, for later passes."""
+        self._look()
+        self._is_over = True
+        self._draws.looks = False
+        if not keeps_hooks:
+            for hook in self._hooks:
+                hook.remove()
+        return keeps_hooks

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise.parallel.batch_norm import batch_norms
-from shardwise.parallel.keyed_masks import keyed_dropouts, same_masks
+from shardwise.parallel.keyed_masks import Replay
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardwise.parallel.batch_norm import BatchNorm
-    from shardwise.parallel.keyed_masks import KeyedDropout
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -39,15 +38,15 @@ _KEPT = (
 def recompute_block(block: nn.Module, *, selective: bool) -> None:
     """Have `block` forget its activations after forward; everything, or all but the results of dear operators."""
     # The block's own forward is replaced, not the block: names of parameters stay as they are.
-    contexts = partial(_contexts, list(batch_norms(block)), keyed_dropouts(block), selective=selective)
+    contexts = partial(_contexts, block, list(batch_norms(block)), selective=selective)
     block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
 
 
-def _contexts(norms: list[BatchNorm], dropouts: list[KeyedDropout], *, selective: bool) -> Contexts:
+def _contexts(block: nn.Module, norms: list[BatchNorm], *, selective: bool) -> Contexts:
     """Return what surrounds forward, and what surrounds its repetition; called when forward begins."""
     first, again = create_selective_checkpoint_contexts(_policy) if selective else (nullcontext(), nullcontext())
     # Wrapped even when there is nothing to put back: what `again` keeps is let go when it ends, not with the graph.
-    return first, _repeating(again, norms, same_masks([(each, each.keys, each.calls) for each in dropouts]))
+    return first, _repeating(again, norms, Replay(block).repeated())
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ARG001 - torch's signature

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.errors import JobError, PlanError
 from shardwise.parallel.adapters import adapter_output, has_adapter
 from shardwise.parallel.collectives import all_gathered, all_reduced, own_part, sum_scattered
-from shardwise.parallel.keyed_masks import CutRegion, keyed_dropouts
+from shardwise.parallel.keyed_masks import CutRegion, cut_region
 from shardwise.parallel.tensor_random import CutRandom, draws_masks
 from shardwise.parallel.tensor_rules import (
     CUT_FACTORS,
@@ -80,10 +80,7 @@ def tensor_parallel(module: nn.Module, mesh: DeviceMesh, rules: Mapping[str, str
 
 def _random(module: nn.Module, mesh: DeviceMesh) -> CutRandom | CutRegion | None:
     """Return who is to know when a cut region begins and ends; nobody where nothing is dropped."""
-    keyed = keyed_dropouts(module)
-    if keyed:
-        return CutRegion(keyed)
-    return CutRandom(mesh) if draws_masks(module) else None
+    return cut_region(module) or (CutRandom(mesh) if draws_masks(module) else None)
 
 
 class _Entry:

@@ -13,6 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shardwise.job.engine import is_mlx
 from shardwise.parallel.gather import full_values
 from shardwise.parallel.gradsync import local
+from shardwise.parallel.keyed_draws import assign_places, draws_of
+from shardwise.parallel.keyed_masks import FirstPass
 from shardwise.train.build import build_step
 from shardwise.verify.double import true_double
 from shardwise.verify.prepare import Preparation, prepare_job
@@ -57,6 +59,8 @@ class Traced(msgspec.Struct, kw_only=True):
     loss_dtype: str = ""
     draws_random: bool = False
     """Whether a step moved the random generator although dropout is off."""
+    drawn_by: str = ""
+    """The first module that did so in the first step; of the reference in plain PyTorch only."""
     imported: list[str] = msgspec.field(default_factory=list)
     """Modules that the training imported."""
 
@@ -136,6 +140,7 @@ class _Watch:
         self._close_up = close_up
         self._batch: StepBatch | None = None
         self._streams = step.random_state()
+        self._first_pass = _watch_draws(step)
 
     @property
     def _number(self) -> int:
@@ -159,6 +164,10 @@ class _Watch:
 
     def after(self, report: StepReport) -> None:
         """Note what the step made; communicates over the world when the step is looked at closely."""
+        if self._first_pass is not None:
+            self._first_pass.end()
+            self.seen.drawn_by = next((name or "the model" for name in self._first_pass.drew), "")
+            self._first_pass = None
         drawn = self._step.random_state()
         self.seen.draws_random |= any(not torch.equal(drawn[name], state) for name, state in self._streams.items())
         self.seen.losses.append(float(report.loss_share))
@@ -180,6 +189,15 @@ class _Watch:
     def _write(self, path: Path, values: Any) -> None:
         if self._world.is_main:
             torch.save(values, path)
+
+
+def _watch_draws(step: Step | PlainTraining) -> FirstPass | None:
+    """Have the first step of the reference name the modules that draw; None for any other, or if draws are keyed."""
+    if not isinstance(step, PlainTraining) or draws_of(step.model) is not None:
+        return None
+    assign_places(step.model, staged=False)
+    draws = draws_of(step.model)
+    return None if draws is None else FirstPass(step.model, draws)
 
 
 def _has_batch_norm(model: Any) -> bool:

@@ -17,7 +17,7 @@ from shardwise.verify.gradient_causes import (
     wrong_shard,
     wrong_tied_shard,
 )
-from shardwise.verify.report import Finding
+from shardwise.verify.report import KEYED, Finding
 from shardwise.verify.shards import misplaced_pieces
 
 if TYPE_CHECKING:
@@ -190,9 +190,11 @@ def random_numbers(evidence: Evidence) -> Finding | None:
     drawing = tuple(each.rank for each in evidence.traced if each.draws_random)
     if not drawing:
         return None
+    name = evidence.expected.drawn_by or "the model"
     return Finding(
         cause="random numbers",
-        evidence="the model draws random numbers in training although every dropout is 0; each rank draws its own",
+        evidence=f"{name} draws random numbers in training although every dropout is 0, and each rank draws its own:"
+        f" {KEYED}",
         ranks=drawing,
     )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shardwise.verify.report import Finding, Gap
+from shardwise.verify.report import KEYED, Finding, Gap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -104,15 +104,15 @@ class Parting:
     finding: Finding
 
 
-def find_parting(whole: Life, lives: Sequence[Life], limit: float, *, draws_random: bool) -> Parting | None:
+def find_parting(whole: Life, lives: Sequence[Life], limit: float, *, drawn_by: str) -> Parting | None:
     """Return why the lives of a killed training are not the run that nobody stopped; None where they are.
 
-    `lives` are in order, the first from the start, the last to the end. `draws_random` says that the model draws
-    random numbers although every dropout is 0.
+    `lives` are in order, the first from the start, the last to the end. `drawn_by` names the module that draws
+    random numbers although every dropout is 0; empty if none does.
     """
     wanted = {moment.step: moment for moment in whole.moments()}
     for life in lives:
-        finding = _wrong_start(life) or next(_causes(life, whole, wanted, limit, draws_random=draws_random), None)
+        finding = _wrong_start(life) or next(_causes(life, whole, wanted, limit, drawn_by=drawn_by), None)
         if finding is not None:
             return Parting(life, finding if life is not lives[0] else _restless(finding))
     finding = _wrong_end(lives[-1], wanted)
@@ -163,9 +163,7 @@ def _wrong_end(life: Life, wanted: Mapping[int, Moment]) -> Finding | None:
     )
 
 
-def _causes(
-    life: Life, whole: Life, wanted: Mapping[int, Moment], limit: float, *, draws_random: bool
-) -> Iterator[Finding]:
+def _causes(life: Life, whole: Life, wanted: Mapping[int, Moment], limit: float, *, drawn_by: str) -> Iterator[Finding]:
     """Yield what is wrong, step by step; within a step what may be the cause of the rest first."""
     for moment in life.moments():
         if moment.step not in wanted:
@@ -180,7 +178,7 @@ def _causes(
         if life.layout == whole.layout and moment.draws != right.draws:
             yield _other_draws(life, moment, right)
         if relative(moment.loss, right.loss) > limit:
-            yield _other_loss(life, moment, same_layout=life.layout == whole.layout, draws_random=draws_random)
+            yield _other_loss(life, moment, same_layout=life.layout == whole.layout, drawn_by=drawn_by)
 
 
 def _other_samples(life: Life, moment: Moment, wanted: Mapping[int, Moment]) -> Finding:
@@ -205,11 +203,12 @@ def _other_draws(life: Life, moment: Moment, right: Moment) -> Finding:
     )
 
 
-def _other_loss(life: Life, moment: Moment, *, same_layout: bool, draws_random: bool) -> Finding:
-    if draws_random and not same_layout:
+def _other_loss(life: Life, moment: Moment, *, same_layout: bool, drawn_by: str) -> Finding:
+    if drawn_by and not same_layout:
         return Finding(
             cause="random numbers",
-            evidence="the model draws some although every dropout is 0, and on another layout they begin anew",
+            evidence=f"{drawn_by} draws some although every dropout is 0, and on another layout they begin anew:"
+            f" {KEYED}",
             step=moment.step,
         )
     at = f"{life.words}, which began with step {life.begins}"

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Status = Literal["passed", "failed", "refused", "does not apply"]
+KEYED = 'set Job(masks="keyed"), or --set masks=keyed, which makes each draw a function of its sample'
+"""What makes random numbers comparable."""
 Kind = Literal["initial value", "loss", "gradient", "gradient norm", "parameter", "buffer"]
 
 

@@ -49,7 +49,7 @@ def judge_resume(bench: Bench, name: str, plan: Plan, names: Sequence[str], prec
         second = lab.live("second", f"{here}, resumed", plan, begins=kills[0].step, kill=kills[1])
         target, last = lab.live_on(targets, precision, begins=kills[1].step - 1)
         gaps = loss_gaps(whole, [first, second, last], limits.of("loss"))
-        parting = find_parting(whole, [first, second, last], limits.of("loss"), draws_random=one.draws_random)
+        parting = find_parting(whole, [first, second, last], limits.of("loss"), drawn_by=one.drawn_by)
         finding = None if parting is None else parting.finding
         if parting is None:
             final = bench.apart(lambda: value_gaps(lab.at("last"), lab.at("whole"), limits))
@@ -59,7 +59,7 @@ def judge_resume(bench: Bench, name: str, plan: Plan, names: Sequence[str], prec
                 final = bench.apart(lambda: value_gaps(lab.at("last"), lab.at("whole"), noise))
             finding = name_values(final)
             gaps += final
-        elif parting.life is last and not one.draws_random:
+        elif parting.life is last and not one.drawn_by:
             finding = lab.blame_plan(whole, last.words, target, limits.of("loss")) or finding
     return PlanVerdict(
         plan=name,
