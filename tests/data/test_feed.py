@@ -1,10 +1,11 @@
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 import shardwise as sw
+from shardwise.data.collate import stack_samples
 from shardwise.data.feed import Feed
-from shardwise.data.loaders import IndexLoader, StreamLoader, stack_samples
+from shardwise.data.loaders import IndexLoader, StreamLoader
 from shardwise.data.rows import cut_rows, fill_rows
 from shardwise.data.slices import Slices
 from shardwise.errors import DataError
@@ -108,20 +109,30 @@ def test_loss_of_the_model_gets_exactly_the_real_rows():
     assert run_ranks(shapes, 1)[0] == [{6}, {1}]
 
 
-def stream_feed(world, *, length, num_steps, accumulation=1, workers=0):
+class SplitStream(Stream):
+    """Splits itself over DataLoader workers, as torch's documentation has it."""
+
+    def __iter__(self):
+        worker = get_worker_info()
+        first, every = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for index in range(first, self.length, every):
+            yield torch.tensor([float(index)]), torch.tensor(index)
+
+
+def stream_feed(world, *, length, num_steps, accumulation=1, workers=0, micro_batch=2, kind=Stream):
     group = world.group(range(world.size)) if world.size > 1 else None
     loader = StreamLoader(
-        Stream(length),
+        kind(length),
         reader=world.rank,
         readers=world.size,
-        micro_batch=2,
+        micro_batch=micro_batch,
         accumulation=accumulation,
         num_steps=num_steps,
         seed=0,
         group=group,
         num_workers=workers,
     )
-    return Feed(loader, sw.losses.cross_entropy, micro_batch=2, device=CPU, group=group)
+    return Feed(loader, sw.losses.cross_entropy, micro_batch=micro_batch, device=CPU, group=group)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -129,6 +140,28 @@ def test_stream_is_dealt_out_without_duplicates(workers):
     results = run_ranks(lambda world: seen(stream_feed(world, length=11, num_steps=6, workers=workers)), 2)
     first_epoch = [i for steps in results for step in steps for i in step[0] if step[4] == 0]
     assert sorted(first_epoch) == list(range(11))
+
+
+def test_a_stream_that_splits_itself_over_workers_is_split_once():
+    def body(world):
+        return seen(stream_feed(world, length=64, num_steps=16, workers=2, kind=SplitStream))
+
+    ids = [i for steps in run_ranks(body, 2) for step in steps for i in step[0]]
+    assert sorted(ids) == list(range(64))
+
+
+def test_steps_of_a_stream_hold_the_same_samples_at_any_number_of_ranks_workers_and_micro_batches():
+    def body(world, accumulation, workers):
+        rows = 8 // accumulation // world.size
+        steps = seen(
+            stream_feed(world, length=21, num_steps=3, accumulation=accumulation, workers=workers, micro_batch=rows)
+        )
+        return [step[0] for step in steps]
+
+    wanted = [list(range(8)), list(range(8, 16)), list(range(16, 21))]
+    for nproc, accumulation, workers in [(1, 2, 0), (1, 2, 2), (1, 4, 3), (2, 1, 2), (2, 2, 2)]:
+        by_rank = run_ranks(body, nproc, accumulation, workers)
+        assert [sorted(sum(parts, [])) for parts in zip(*by_rank, strict=True)] == wanted  # noqa: RUF017 - lists of 8
 
 
 def test_stream_starts_again_when_every_reader_is_through():

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.data.cursor import Places
-from shardwise.data.rows import fill_rows, move
+from shardwise.data.rows import RowMarks, fill_rows, move
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,6 +30,8 @@ class MicroBatch(msgspec.Struct, frozen=True, gc=False):
     """Of the real rows; None where they are not known."""
     whole: Any = None
     """On the host, with all tokens, where `batch` is a slice of them; else None."""
+    marks: RowMarks | None = None
+    """Which tensors of the batch hold rows; None where only their length tells."""
 
     @property
     def uncut(self) -> Any:
@@ -41,7 +43,7 @@ class StepBatch(msgspec.Struct, frozen=True, gc=False):
     """Everything one optimizer step needs."""
 
     micro_batches: list[MicroBatch]
-    denominator: int
+    denominator: float
     """What the loss counts, over all readers; where replicas train on their own, as if each counted what this does."""
     samples: int
     """Real samples, over all readers."""
@@ -61,6 +63,8 @@ class LoadedStep(msgspec.Struct, frozen=True, gc=False):
     """Where this step begins in the stream."""
     starts: Sequence[int] | None = None
     """Where in the order of the epoch each batch begins; None where a loader does not know."""
+    marks: RowMarks | None = None
+    """Which tensors of a batch hold rows; None where only their length tells."""
 
 
 class StepLoader(Protocol):
@@ -115,25 +119,25 @@ class Feed:
     def _prepare(self, loaded: LoadedStep) -> _Pending:
         pairs = list(zip(loaded.batches, loaded.rows, strict=True))
         places = _places(loaded)
-        micro_batches = [self._fill(*pair, where) for pair, where in zip(pairs, places, strict=True)]
+        micro_batches = [self._fill(*pair, where, loaded.marks) for pair, where in zip(pairs, places, strict=True)]
         if isinstance(self._loss.count, str) and self._replicas == 1:
             return _Pending(loaded, micro_batches, loaded.samples)
         count = self._replicas * sum(self._loss.count_of(batch, rows) for batch, rows in pairs if rows)
         if self._group is None:
             return _Pending(loaded, micro_batches, count)
-        total = torch.tensor(count)
+        total = torch.tensor(count, dtype=torch.float64)  # counts may be fractions; whole ones are exact to 2^53
         work = dist.all_reduce(total, group=self._group, async_op=True)
         return _Pending(loaded, micro_batches, total, work)
 
-    def _fill(self, batch: Any, rows: int, places: Places | None) -> MicroBatch:
+    def _fill(self, batch: Any, rows: int, places: Places | None, marks: RowMarks | None) -> MicroBatch:
         """Fill a short batch to the plan's shape."""
         filled = max(rows, 1)
         if filled < self._micro_batch:
-            batch = fill_rows(batch, filled, self._micro_batch)
+            batch = fill_rows(batch, filled, self._micro_batch, marks)
             filled = self._micro_batch
         if self._cut is None:
-            return MicroBatch(self._move(batch), rows, filled, places)
-        return MicroBatch(self._move(self._cut(batch)), rows, filled, places, batch)
+            return MicroBatch(self._move(batch), rows, filled, places, None, marks)
+        return MicroBatch(self._move(self._cut(batch)), rows, filled, places, batch, marks)
 
     def _move(self, batch: Any) -> Any:
         """Loaders give what the CPU can use as it is."""
@@ -155,11 +159,11 @@ class _Pending(msgspec.Struct, frozen=True, gc=False):
 
     loaded: LoadedStep
     micro_batches: list[MicroBatch]
-    count: int | torch.Tensor
+    count: float | torch.Tensor
     work: dist.Work | None = None
 
     def finish(self) -> StepBatch:
         """Wait for the counts of the other readers."""
         if self.work is not None:
             self.work.wait()
-        return StepBatch(self.micro_batches, int(self.count), self.loaded.samples, self.loaded.cursor)
+        return StepBatch(self.micro_batches, float(self.count), self.loaded.samples, self.loaded.cursor)

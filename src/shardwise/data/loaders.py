@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
+from shardwise.data.collate import Collated, CountedCollate
 from shardwise.data.cursor import Cursor, sample_ids
 from shardwise.data.feed import LoadedStep
-from shardwise.data.rows import cut_rows, num_rows
+from shardwise.data.rows import cut_rows
 from shardwise.errors import DataError
 
 if TYPE_CHECKING:
@@ -44,15 +47,15 @@ class IndexLoader:
         self._slices = slices
         self._seed = seed
         self._range = range(first_step, num_steps)
-        self._batches: Iterable[Any]
-        collate = collate or stack_samples
+        self._batches: Iterable[Collated]
+        counted = CountedCollate(collate)
         if num_workers == 0 and not pin_memory:
-            self._batches = _Here(self, dataset, collate)
+            self._batches = _Here(self, dataset, counted)
         else:
             self._batches = DataLoader(
                 dataset,
                 batch_sampler=_Places(self),
-                collate_fn=collate,
+                collate_fn=counted,
                 num_workers=num_workers,
                 pin_memory=pin_memory,
                 generator=torch.Generator().manual_seed(seed),  # leaves the global generator alone
@@ -74,7 +77,8 @@ class IndexLoader:
                 places = slices.places(step)
                 rows, starts = [stop - start for start, stop in places], [start for start, _ in places]
             loaded = [next(batches) for _ in rows]
-            yield LoadedStep(loaded, rows, slices.rows_of_step(step), cursor, starts)
+            given = [each.batch for each in loaded]
+            yield LoadedStep(given, rows, slices.rows_of_step(step), cursor, starts, loaded[0].marks)
 
     def micro_batch_ids(self) -> Iterator[list[int]]:
         """Yield the sample ids of every micro-batch, in order; a spare one where a micro-batch is empty."""
@@ -101,23 +105,15 @@ class IndexLoader:
             yield sample_ids(places, seed=self._seed, epoch=epoch, length=slices.length).tolist()
 
 
-def stack_samples(samples: list[Any]) -> Any:
-    """What torch's default_collate makes of samples; for tuples of tensors without its look at every type."""
-    first = samples[0]
-    if type(first) is tuple and all(type(value) is torch.Tensor for value in first):
-        return [torch.stack(values) for values in zip(*samples, strict=True)]
-    return default_collate(samples)
-
-
 class _Here:
     """Batches read in this process: what a DataLoader without workers gives, 15 us a step sooner."""
 
-    def __init__(self, loader: IndexLoader, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, loader: IndexLoader, dataset: Dataset[Any], collate: CountedCollate) -> None:
         self._loader = loader
         self._dataset = dataset
         self._collate = collate
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Collated]:
         dataset, collate = self._dataset, self._collate
         read_many = getattr(dataset, "__getitems__", None)
         for ids in self._loader.micro_batch_ids():
@@ -135,10 +131,11 @@ class _Places:
 
 
 class StreamLoader:
-    """Steps of an IterableDataset, dealt out sample by sample to readers and their DataLoader workers.
+    """Steps of an IterableDataset, split once over data-parallel ranks and their DataLoader workers.
 
-    Limits: every reader walks the whole stream and keeps its share; the order is the stream's own (no shuffle);
-    a stream has no length, so training is counted in steps, and it cannot be resumed without reading it again.
+    A step is as many samples of the stream as the global batch holds, in order, at any number of ranks, workers and
+    micro-batches. Limits: every process walks the whole stream and keeps its share; the order is the stream's own (no
+    shuffle); a stream has no length, so training is counted in steps, and resuming reads it again from its start.
     """
 
     def __init__(
@@ -157,9 +154,9 @@ class StreamLoader:
         num_workers: int = 0,
     ) -> None:
         self._loader = DataLoader(
-            ReaderShare(dataset, reader, readers),
+            StreamShare(dataset, dp_rank=reader, dp_size=readers, micro_batch=micro_batch),
             batch_size=micro_batch,
-            collate_fn=collate,
+            collate_fn=CountedCollate(collate),
             num_workers=num_workers,
             generator=torch.Generator().manual_seed(seed),
         )
@@ -174,24 +171,25 @@ class StreamLoader:
         epoch, index, done = 0, 0, 0
         batches, spare = iter(self._loader), None
         while done < self._num_steps:
-            loaded = list(islice(batches, self._accumulation))
-            rows = [num_rows(batch) for batch in loaded]
+            loaded: list[Collated] = list(islice(batches, self._accumulation))
+            rows = [each.rows for each in loaded]
             samples = self._sum(sum(rows))
             if samples == 0:
                 if index == 0:
                     raise DataError("the training stream gave no sample", fix="check the dataset")
                 epoch, index, batches = epoch + 1, 0, iter(self._loader)
                 continue
-            spare = cut_rows(loaded[0], 1, rows[0]) if loaded else spare
+            spare = _first_row(loaded[0]) if loaded else spare
             if spare is None:
                 raise DataError("the training stream has fewer samples than readers", fix="use fewer ranks")
             missing = self._accumulation - len(loaded)
             if done >= self._first_step:  # a stream is read again up to there
                 yield LoadedStep(
-                    loaded + [spare] * missing,
+                    [each.batch for each in loaded] + [spare] * missing,
                     rows + [0] * missing,
                     samples,
                     Cursor(seed=self._seed, epoch=epoch, index=index),
+                    marks=loaded[0].marks if loaded else None,
                 )
             index, done = index + samples, done + 1
 
@@ -204,18 +202,59 @@ class StreamLoader:
         return int(total)
 
 
-class ReaderShare(IterableDataset[Any]):
-    """One reader's share of a stream, cut further by DataLoader worker."""
+class StreamShare(IterableDataset[Any]):
+    """One data-parallel rank's share of a stream and, in a DataLoader worker, that worker's micro-batches of it.
 
-    def __init__(self, dataset: IterableDataset[Any], reader: int, readers: int) -> None:
+    The stream itself must be the same everywhere, so a dataset that would split itself by `get_worker_info()` is told
+    of no worker: samples are split here, once. Workers take whole micro-batches in turn, which DataLoader collects in
+    turn, so that their number changes no batch.
+    """
+
+    def __init__(self, dataset: IterableDataset[Any], *, dp_rank: int, dp_size: int, micro_batch: int) -> None:
         self._dataset = dataset
-        self._reader = reader
-        self._readers = readers
+        self._dp_rank = dp_rank
+        self._dp_size = dp_size
+        self._micro_batch = micro_batch
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        workers, number = (worker.num_workers, worker.id) if worker is not None else (1, 0)
-        return islice(iter(self._dataset), self._reader * workers + number, None, self._readers * workers)
+        samples = islice(_whole_stream(self._dataset), self._dp_rank, None, self._dp_size)
+        if worker is None:
+            return samples
+        return self._micro_batches_of(samples, worker.id, worker.num_workers)
+
+    def _micro_batches_of(self, samples: Iterator[Any], worker: int, num_workers: int) -> Iterator[Any]:
+        for number, sample in enumerate(samples):
+            if number // self._micro_batch % num_workers == worker:
+                yield sample
+
+
+def _whole_stream(dataset: IterableDataset[Any]) -> Iterator[Any]:
+    """Iterate over a dataset that finds itself in no DataLoader worker."""
+    with _no_worker():
+        samples = iter(dataset)
+    while True:
+        with _no_worker():  # a generator asks when its first sample is fetched
+            try:
+                sample = next(samples)
+            except StopIteration:
+                return
+        yield sample
+
+
+@contextmanager
+def _no_worker() -> Iterator[None]:
+    """Have `torch.utils.data.get_worker_info()` return None; torch offers no other way."""
+    before = torch_worker._worker_info  # noqa: SLF001
+    torch_worker._worker_info = None  # noqa: SLF001
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = before  # noqa: SLF001
+
+
+def _first_row(collated: Collated) -> Any:
+    return cut_rows(collated.batch, 1, collated.rows, collated.marks)
 
 
 def dataset_of(job: Job, split: str) -> Any:

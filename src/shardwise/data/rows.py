@@ -1,4 +1,9 @@
-"""Batches as trees of tensors: cut, fill and move their rows."""
+"""Batches as trees of tensors: select, pad and move their rows.
+
+Which tensors of a tree hold one entry per row is decided by origin, not by one length: a table that happens to be as
+long as one micro-batch is not a row tensor. Of a batch, row tensors are those whose length follows the number of
+samples (`data.collate`); of a model's output, those computed from the batch (`step.output_rows`).
+"""
 
 from __future__ import annotations
 
@@ -58,25 +63,49 @@ def num_rows(batch: Any) -> int:
     raise DataError(f"a batch of type {type(batch).__name__} holds no tensor", fix="collate samples into tensors")
 
 
-def cut_rows(value: Any, rows: int, filled: int) -> Any:
-    """Keep the first `rows` of every tensor that has `filled` rows."""
-    return map_tensors(lambda tensor: tensor[:rows] if _has_rows(tensor, filled) else tensor, value)
+RowMarks = tuple[bool, ...]
+"""For each tensor of a tree, in order: whether its first dimension counts rows."""
 
 
-def cut_output(output: Any, rows: int, filled: int) -> Any:
+def mark_rows(value: Any, rows: int) -> RowMarks:
+    """Mark the tensors of a tree that are as long as there are rows."""
+    return tuple(_has_rows(tensor, rows) for tensor in tensors(value))
+
+
+def settle_marks(marks: RowMarks | None, value: Any, rows: int) -> RowMarks:
+    """Return the marks of a tree, less those of tensors that are not as long as there are rows; None: by length."""
+    by_length = mark_rows(value, rows)
+    if marks is None or len(marks) != len(by_length):
+        return by_length
+    return tuple(known and fits for known, fits in zip(marks, by_length, strict=True))
+
+
+def map_rows(fn: Callable[[torch.Tensor], Any], value: Any, marks: RowMarks) -> Any:
+    """Apply `fn` to the marked tensors of a tree."""
+    each = iter(marks)
+    return map_tensors(lambda tensor: fn(tensor) if next(each) else tensor, value)
+
+
+def cut_rows(value: Any, rows: int, filled: int, marks: RowMarks | None = None) -> Any:
+    """Keep the first `rows` of every row tensor: those marked or, without marks, those with `filled` rows."""
+    return map_rows(lambda tensor: tensor[:rows], value, settle_marks(marks, value, filled))
+
+
+def cut_output(output: Any, rows: int, filled: int, marks: RowMarks | None = None) -> Any:
     """Keep the first `rows` of a model's output; refuse one in which filler rows cannot be told from real ones."""
-    if not any(_has_rows(tensor, filled) for tensor in tensors(output)):
+    marks = settle_marks(marks, output, filled)
+    if not any(marks):
         raise JobError(
             f"a short step was filled to {filled} rows, and the model's output has no tensor with as many",
             fix="return tensors of shape [rows, ...], or give Loss(..., by_row=False)",
         )
-    return cut_rows(output, rows, filled)
+    return cut_rows(output, rows, filled, marks)
 
 
-def fill_rows(value: Any, rows: int, filled: int) -> Any:
-    """Repeat the `rows` of every tensor until there are `filled`."""
+def fill_rows(value: Any, rows: int, filled: int, marks: RowMarks | None = None) -> Any:
+    """Repeat the `rows` of every row tensor until there are `filled`; without marks, of those with `rows` rows."""
     order = torch.arange(filled) % rows
-    return map_tensors(lambda tensor: tensor[order] if _has_rows(tensor, rows) else tensor, value)
+    return map_rows(lambda tensor: tensor[order], value, settle_marks(marks, value, rows))
 
 
 def move(value: Any, device: torch.device, float_dtype: torch.dtype | None = None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -109,7 +110,7 @@ def _slice(batch: Any, index: int, length: int, *, reach: int = 0) -> Any:
 
 def _adds_up(measure: Metric, batch: Any, slices: list[Any]) -> bool:
     """Whether a measure counts on all slices together what it counts on the whole: what it adds up is by token."""
-    return measure.count_of(batch, 0) == sum(measure.count_of(part, 0) for part in slices)
+    return math.isclose(measure.count_of(batch, 0), sum(measure.count_of(part, 0) for part in slices))
 
 
 def _token_labels(batch: Any) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,9 +17,9 @@ class Metric:
     """A mean over a dataset: the sum over a batch, and what it counts.
 
     `sum(output, batch)` returns a scalar tensor, the plain sum over all rows of the batch.
-    `count(batch)` returns how many things that sum covers (tokens that are not padding, say); it never sees the
-    output, so that the count of all ranks is known before the forward pass. "samples" counts rows and needs
-    no communication.
+    `count(batch)` returns how much that sum covers (tokens that are not padding, or the sum of their weights: a number
+    that need not be whole); it never sees the output, so that the count of all ranks is known before the forward
+    pass. "samples" counts rows and needs no communication.
     """
 
     sum: Callable[[Any, Any], Any]
@@ -32,7 +33,7 @@ class Metric:
         if self.count != "samples" and not callable(self.count):
             raise JobError(
                 f"{type(self).__name__}.count is {self.count!r}",
-                fix='give a function (batch) -> int, or "samples"',
+                fix='give a function (batch) -> number, or "samples"',
             )
 
     def sum_of(self, output: Any, batch: Any) -> Any:
@@ -49,9 +50,20 @@ class Metric:
             fix='return the sum over all rows: reduction="sum", or .sum() at the end',
         )
 
-    def count_of(self, batch: Any, rows: int) -> int:
-        """Return the count of a batch whose real rows are `rows`."""
-        return rows if isinstance(self.count, str) else int(self.count(batch))
+    def count_of(self, batch: Any, rows: int) -> float:
+        """Return the count of a batch whose real rows are `rows`: an int where the job gives one, never rounded."""
+        if isinstance(self.count, str):
+            return rows
+        counted = self.count(batch)
+        shape = getattr(counted, "shape", None)
+        number = counted.item() if shape is not None and math.prod(shape) == 1 else counted
+        if not isinstance(number, int | float) or not 0 <= number < math.inf:
+            what = f"a value of shape {list(shape)}" if shape else repr(number)
+            raise JobError(
+                f"{type(self).__name__}.count returned {what}",
+                fix="return one number per batch, 0 or more: what the sum over its rows is divided by",
+            )
+        return number
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,10 +126,11 @@ def returned_by_model(count: Callable[[Any], Any]) -> Loss:
 
     def total(output: Any, batch: Any) -> Any:
         mean = output if getattr(output, "ndim", None) == 0 else _loss_of(output)
-        number = int(count(batch))
+        number = loss.count_of(batch, 0)
         return mean * number if number else _finite(mean) * 0  # a mean over nothing is NaN
 
-    return Loss(sum=total, count=count, by_row=False)
+    loss = Loss(sum=total, count=count, by_row=False)
+    return loss
 
 
 def _finite(mean: Any) -> Any:

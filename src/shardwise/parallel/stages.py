@@ -223,6 +223,11 @@ class Stage(nn.Module):
         return module
 
     @property
+    def received(self) -> Any:
+        """What the stage before sent for the forward pass that is running; None outside of one."""
+        return self._gate.received
+
+    @property
     def is_first(self) -> bool:
         """Whether this stage reads the batch alone."""
         return self.index == 0

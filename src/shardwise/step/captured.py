@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from shardwise.data.loaders import dataset_length, dataset_of, stack_samples
+from shardwise.data.collate import stack_samples
+from shardwise.data.loaders import dataset_length, dataset_of
 from shardwise.data.rows import map_tensors, tensors
 from shardwise.errors import JobError
 from shardwise.step.plain import PlainStep
@@ -155,7 +156,7 @@ class CapturedStep(StaticStep):
         """Learning rates where the graph reads them."""
         self._known: tuple[float, ...] = ()
         """What they hold: writing each anew costs a kernel."""
-        self._denominator = 0
+        self._denominator = 0.0
         self._gave_up = False
 
     def __call__(self, batch: StepBatch) -> StepReport:
@@ -204,7 +205,7 @@ class CapturedStep(StaticStep):
         device = self._parameters[0].device
         self._known = tuple(group["lr"] for group in self.optimizer.param_groups)
         rates = [torch.full((), rate, device=device) for rate in self._known]
-        weight = torch.full((), self._sync.gain / max(1, batch.denominator), device=device)
+        weight = torch.full((), self._sync.gain / (batch.denominator or 1), device=device)
         graph = torch.cuda.CUDAGraph()
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
@@ -232,7 +233,7 @@ class CapturedStep(StaticStep):
         torch._foreach_copy_(recording.inputs, [t for each in batch.micro_batches for t in tensors(each.batch)])
         if batch.denominator != self._denominator:
             self._denominator = batch.denominator
-            recording.weight.fill_(self._sync.gain / max(1, batch.denominator))
+            recording.weight.fill_(self._sync.gain / (batch.denominator or 1))
         recording.graph.replay()
         total, norm, skipped = recording.results.clone().unbind()  # the next replay writes over them
         number, self.number = self.number, self.number + 1

@@ -12,7 +12,9 @@ from shardwise.parallel.batch_norm import batch_norms
 from shardwise.parallel.fused_loss import deferred_in_evaluation, deferring_heads, with_logits
 from shardwise.parallel.keyed_masks import KeyedMasks
 from shardwise.step.held import Held, make_states, states_of
+from shardwise.step.loss_check import LossCheck, refuse_uncounted
 from shardwise.step.module_step import ModuleStep
+from shardwise.step.output_rows import OutputRows
 from shardwise.step.step import NOTHING, StepReport
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ class OptimizerStep(ModuleStep):
         self._masks = KeyedMasks(model, parts.autocast.device_type) if job.masks == "keyed" else None
         self._parameters = list(model.parameters())
         self._heads = deferring_heads(model)
+        self._loss_check: LossCheck | None = LossCheck(job.loss, parts.note)
+        self._output_rows = OutputRows()
 
     @property
     def num_parameters(self) -> int:
@@ -84,6 +88,13 @@ class OptimizerStep(ModuleStep):
         """Surround a forward pass in evaluation: logits that training never holds whole are not made there either."""
         return deferred_in_evaluation(self._heads) if self._heads else NOTHING
 
+    def _look_at_loss(self, output: Any, batch: Any, micro_batch: MicroBatch) -> None:
+        """Check the loss of the first micro-batches, without padding rows, until one had enough to see."""
+        if self._loss_check is not None and self._loss_check(output, batch, micro_batch):
+            self._loss_check = None
+        if micro_batch.rows == micro_batch.filled:
+            self._output_rows.look(output, micro_batch.rows)
+
     def _begin(self) -> None:
         """Set the learning rates of this step."""
         factor = self._rate_factor(self.number, self.length.num_steps)
@@ -93,6 +104,9 @@ class OptimizerStep(ModuleStep):
 
     def _end(self, batch: StepBatch, total: Tensor) -> StepReport:
         """Move the parameters by their summed gradients and report, on every rank; `total` is this rank's loss sum."""
+        if not batch.denominator:
+            refuse_uncounted(total)
+        self._loss_check = None
         if self._before_update is not None:
             self._before_update()
         self.mark("optimizer", self.number)

@@ -6,18 +6,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from shardwise.data.rows import cut_output, cut_rows, tensors
+from shardwise.data.rows import cut_rows, tensors
 from shardwise.errors import JobError, ShardwiseError, some_of
 from shardwise.parallel.batch_norm import foreign_batch_norms
+from shardwise.step.loss_check import LossCheck
 from shardwise.step.optimizer_step import OptimizerStep, measured
 from shardwise.step.relay import Relay
+from shardwise.step.step import NOTHING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    import torch.distributed as dist
     from torch import Tensor
 
     from shardwise.data.feed import MicroBatch, StepBatch
@@ -54,6 +56,10 @@ class PipelineStep(OptimizerStep):
         self._weight = torch.ones((), device=place.device)
         self._sums: list[Tensor] = []
         self._unfilled = [name for stage in stages for name in foreign_batch_norms(stage)]
+        self._note = parts.note
+        self._remarks: list[str] | None = []
+        """On the loss of the first step, which only the last stage computes."""
+        self._loss_check = LossCheck(job.loss, self._remarks.append)
         for stage in stages:
             stage.connect()
 
@@ -64,7 +70,7 @@ class PipelineStep(OptimizerStep):
         schedule = self._schedule_for(batch.micro_batches)
         # In fp64 whatever the loss is in: the sum over all real rows divided by the one denominator of the global
         # batch is the mean one process would compute.
-        weight = torch.full((), self._sync.gain / max(1, batch.denominator), dtype=torch.float64, device=self._device)
+        weight = torch.full((), self._sync.gain / (batch.denominator or 1), dtype=torch.float64, device=self._device)
         self._weight = self.update.scale(weight)
         self._sums = []
         # A block that backward runs again must see the real rows of its own micro-batch, not those of the last forward.
@@ -77,6 +83,9 @@ class PipelineStep(OptimizerStep):
         if self._after_first_backward is not None:
             self._after_first_backward()
             self._after_first_backward = None
+        if self._remarks is not None:
+            self._share_remarks(self._remarks)
+            self._remarks = None
         self._sync.finish()
         total = torch.stack(self._sums).sum() if self._sums else torch.zeros((), device=self._device)
         return self._end(batch, total)
@@ -155,20 +164,37 @@ class PipelineStep(OptimizerStep):
 
     def _loss_sum(self, micro_batch: MicroBatch, module: nn.Module) -> Tensor:
         """Return the loss of one micro-batch, summed over its real rows; only the last stage gets that far."""
-        loss = self._probe(micro_batch, module)
+        with self._autocast():
+            output, batch = self._forward(module, micro_batch)
+            loss: Tensor = self._job.loss.sum_of(output, batch)
+            if self._loss_check is not None:
+                self._look_at_loss(output, batch, micro_batch)
         if not micro_batch.rows:
             loss = loss * 0  # a spare row took part so that every stage has its turn; it counts for nothing
         self._sums.append(loss.detach())
         return loss
 
+    def _share_remarks(self, remarks: list[str]) -> None:
+        """Communicate over the pp group: every stage, that of rank 0 included, notes what the last one remarked."""
+        everyone: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(everyone, remarks, group=self._group)
+        for remark in dict.fromkeys(each for found in everyone for each in found):
+            self._note(remark)
+
     def _forward(self, module: nn.Module, micro_batch: MicroBatch) -> tuple[Any, Any]:
         """Return the model's output and the batch, both without filler rows."""
         batch, rows, filled = micro_batch.batch, micro_batch.rows, micro_batch.filled
         self._set_real_rows(micro_batch)
-        with self._keyed(module, micro_batch):
+        is_short = rows < filled and self._job.loss.by_row
+        received = [stage.received for stage in self._stages]
+        with (
+            self._keyed(module, micro_batch),
+            self._output_rows.watching(batch, received) if is_short else NOTHING,
+        ):
             output = self._job.forward(module, batch)
-        if rows < filled and self._job.loss.by_row:
-            output, batch = cut_output(output, rows, filled), cut_rows(batch, rows, filled)
+        if is_short:
+            output = self._output_rows.cut(output, rows, filled)
+            batch = cut_rows(batch, rows, filled, micro_batch.marks)
         return output, batch
 
     def _set_real_rows(self, micro_batch: MicroBatch) -> None:

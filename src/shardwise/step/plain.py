@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.data.rows import cut_output, cut_rows
+from shardwise.data.rows import cut_rows
 from shardwise.parallel.apply import unwrap
 from shardwise.step.optimizer_step import OptimizerStep, measured
 from shardwise.step.step import NOTHING
@@ -39,7 +39,7 @@ class PlainStep(OptimizerStep):
         self._begin()
         # The sum over all real rows of all readers, divided by the one denominator of the global batch, is the mean
         # one process would compute.
-        weight = self._sync.gain / max(1, batch.denominator)
+        weight = self._sync.gain / (batch.denominator or 1)
         return self._end(batch, self._accumulate(batch.micro_batches, weight))
 
     def _accumulate(self, micro_batches: list[MicroBatch], weight: float | Tensor) -> Tensor:
@@ -68,13 +68,17 @@ class PlainStep(OptimizerStep):
         batch, rows, filled = micro_batch.batch, micro_batch.rows, micro_batch.filled
         for norm in self._batch_norms:
             norm.rows = None if rows == filled else (rows, filled)
+        is_short = rows < filled and self._loss.by_row
         with self._autocast():
-            with self._keyed(self._trained, micro_batch):
+            with self._keyed(self._trained, micro_batch), self._output_rows.watching(batch) if is_short else NOTHING:
                 output = self._forward(self._trained, batch)
-            if rows < filled and self._loss.by_row:
-                output, batch = cut_output(output, rows, filled), cut_rows(batch, rows, filled)
+            if is_short:
+                output = self._output_rows.cut(output, rows, filled)
+                batch = cut_rows(batch, rows, filled, micro_batch.marks)
             # A model's own mean counts what it counts on whole sequences, also where this rank has a slice of them.
             loss: Tensor = self._loss.sum_of(output, batch if self._loss.by_row else micro_batch.uncut)
+            if self._loss_check is not None:
+                self._look_at_loss(output, batch, micro_batch)
         self.mark("backward", self.number)
         del output  # backward does not need it, and the logits of a large vocabulary are gigabytes
         if not rows:
@@ -105,8 +109,8 @@ class PlainStep(OptimizerStep):
         with self._autocast(), self._deferred():
             output = self._forward(model, batch)
             if rows and rows < filled:
-                output, batch = cut_output(output, rows, filled), cut_rows(batch, rows, filled)
-                whole = cut_rows(whole, rows, filled)
+                output = self._output_rows.cut(output, rows, filled)
+                batch, whole = (cut_rows(each, rows, filled, micro_batch.marks) for each in (batch, whole))
             if rows:
                 found = measured(output, batch, rows, measures, whole=whole)
         if self._heads and isinstance(model, FSDPModule):

@@ -42,7 +42,7 @@ class StepReport(msgspec.Struct, frozen=True, gc=False):
     before the last: summed over all ranks, every row counts once."""
     samples: int
     """Real samples over all readers."""
-    denominator: int
+    denominator: float
     """What the loss counts, over all readers; where replicas train on their own, as if each counted what this does."""
     lr: float
     """Learning rate of the first parameter group."""
@@ -57,7 +57,7 @@ class StepReport(msgspec.Struct, frozen=True, gc=False):
 
         `world.sum({"loss": float(report.loss_share)})["loss"]` is therefore the global loss, equal on every rank.
         """
-        return self.loss_sum / max(1, self.denominator)
+        return self.loss_sum / (self.denominator or 1)  # 0: nothing counts, and the sum is 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +88,8 @@ class Surroundings:
     """Looks at the gradients of every step when they are summed, before they are clipped."""
     mark: Mark = nobody
     """Is told when a phase of a step begins."""
+    note: Callable[[str], None] = lambda _: None
+    """Gets remarks for the user."""
 
 
 @dataclass(frozen=True, kw_only=True)

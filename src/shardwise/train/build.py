@@ -76,7 +76,9 @@ def build_step(
     """
     plan = with_engine_of(plan, job)
     check_fit(job, plan, world)
-    surround = partial(_surround, job, plan, world, first_step=first_step, before_update=before_update, mark=mark)
+    surround = partial(
+        _surround, job, plan, world, first_step=first_step, before_update=before_update, mark=mark, note=note
+    )
     if plan.engine == "mlx":
         from shardwise.engines.mlx.build import build_mlx_step  # an extra: imported for its own jobs alone
 
@@ -123,6 +125,7 @@ def _surround(
     first_step: int,
     before_update: Callable[[], None] | None,
     mark: Mark | None,
+    note: Callable[[str], None],
 ) -> Surroundings:
     """Return what the step is told of besides its model; communicates to join the readers."""
     # On the host and by itself: its collectives run a step ahead of, and so beside, those of the model.
@@ -136,6 +139,7 @@ def _surround(
         reports_loss=plan.layout.tells_loss(world.rank),
         before_update=before_update,
         mark=tell(mark, nvtx_ranges()),
+        note=note,
     )
 
 

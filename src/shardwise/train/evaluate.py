@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
+from shardwise.data.collate import Collated, CountedCollate
 from shardwise.data.feed import MicroBatch
-from shardwise.data.loaders import ReaderShare, dataset_length
-from shardwise.data.rows import fill_rows, move, num_rows
+from shardwise.data.loaders import StreamShare, dataset_length
+from shardwise.data.rows import fill_rows, move
 from shardwise.train.reading import token_cut
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def evaluate(job: Job, plan: Plan, world: World, *, step: Step, dataset: Dataset
                 if counts or (tells and not name.endswith("/count")):
                     sums[name] += value
     totals = world.sum(sums)
-    return {name: totals[name] / max(1.0, totals[f"{name}/count"]) for name in measures}
+    return {name: totals[name] / (totals[f"{name}/count"] or 1) for name in measures}
 
 
 def _micro_batches(job: Job, plan: Plan, world: World, dataset: Dataset[Any]) -> Iterator[MicroBatch]:
@@ -51,21 +52,21 @@ def _micro_batches(job: Job, plan: Plan, world: World, dataset: Dataset[Any]) ->
     fills = plan.layout.pp > 1 and job.loss.by_row
     cut = token_cut(job, plan, world, job.metrics)
     dtype = torch.float64 if plan.precision.compute == "fp64" else None
-    spare: Any = None
+    spare: Collated | None = None
     batches = iter(_reader_batches(job, plan, world, dataset))
     while True:
-        batch = next(batches, None)
-        rows = 0 if batch is None else num_rows(batch)
+        loaded = next(batches, None)
+        rows = 0 if loaded is None else loaded.rows
         if not _anyone_has(rows, group):
             return
-        if batch is None:
-            batch = spare if spare is not None else _first(job, dataset)
-        spare, filled = batch, num_rows(batch)
+        if loaded is None:
+            loaded = spare if spare is not None else _first(job, dataset)
+        spare, (batch, filled, marks) = loaded, loaded
         if fills and filled < plan.micro_batch:
-            batch, filled = fill_rows(batch, filled, plan.micro_batch), plan.micro_batch
+            batch, filled = fill_rows(batch, filled, plan.micro_batch, marks), plan.micro_batch
         mine = batch if cut is None else cut(batch)
         whole = None if cut is None else batch
-        yield MicroBatch(move(mine, world.device, dtype), rows, filled, None, whole)
+        yield MicroBatch(move(mine, world.device, dtype), rows, filled, None, whole, marks)
 
 
 def _anyone_has(rows: int, group: dist.ProcessGroup | None) -> bool:
@@ -77,23 +78,23 @@ def _anyone_has(rows: int, group: dist.ProcessGroup | None) -> bool:
     return bool(left)
 
 
-def _first(job: Job, dataset: Any) -> Any:
+def _first(job: Job, dataset: Any) -> Collated:
     sample = next(iter(dataset)) if isinstance(dataset, IterableDataset) else dataset[0]
-    return (job.collate or torch.utils.data.default_collate)([sample])
+    return CountedCollate(job.collate)([sample])
 
 
-def _reader_batches(job: Job, plan: Plan, world: World, dataset: Dataset[Any]) -> DataLoader[Any]:
+def _reader_batches(job: Job, plan: Plan, world: World, dataset: Dataset[Any]) -> DataLoader[Collated]:
     readers, reader = plan.layout.dp, plan.layout.data_index(world.rank)
     share: Dataset[Any]
     if isinstance(dataset, IterableDataset):
-        share = ReaderShare(dataset, reader, readers)
+        share = StreamShare(dataset, dp_rank=reader, dp_size=readers, micro_batch=plan.micro_batch)
     else:
         length = dataset_length(dataset)  # type: ignore[arg-type]
         share = Subset(dataset, range(length * reader // readers, length * (reader + 1) // readers))
     return DataLoader(
         share,
         batch_size=plan.micro_batch,
-        collate_fn=job.collate,
+        collate_fn=CountedCollate(job.collate),
         num_workers=job.num_workers,
         generator=torch.Generator(),  # the global one is training's: dropout must not notice an evaluation
     )

@@ -50,7 +50,7 @@ class Window:
         *_, all_seconds, stops = summed.tolist()
         # All ranks know one denominator, or that of their own replica: its mean over the world is the global one.
         counts = summed[len(reports) : 2 * len(reports)] / world.size
-        losses = (summed[: len(reports)] / counts.clamp(min=1)).tolist()
+        losses = (summed[: len(reports)] / counts.where(counts > 0, 1)).tolist()
         self._reports, self._began = [], now
         # Every rank computes the same size from the same reduced time.
         self.size = min(_MOST_STEPS, max(1, round(len(reports) * PUBLISH_S / max(all_seconds / world.size, 1e-6))))

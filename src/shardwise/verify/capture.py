@@ -158,7 +158,7 @@ class _Watch:
         self.seen.gradients.append(_prints(named))
         self._write(grads_file(self._folder, self._number), full_values(named))
         if self._number == self._close_up and self._batch is not None:
-            micro_batches = [(each.uncut, each.rows, each.filled, each.places) for each in self._batch.micro_batches]
+            micro_batches = [msgspec.structs.replace(each, batch=each.uncut) for each in self._batch.micro_batches]
             own = {name: value.clone() for name, value in pieces(named).items()}
             torch.save({"gradients": own, "micro_batches": micro_batches}, local_file(self._folder, self._world.rank))
 

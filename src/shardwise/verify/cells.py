@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from shardwise.data.rows import cut_output, cut_rows
+from shardwise.data.rows import cut_rows
 from shardwise.parallel.keyed_masks import KeyedMasks
+from shardwise.step.output_rows import OutputRows
 from shardwise.verify.evidence import Cell
 
 if TYPE_CHECKING:
@@ -17,28 +18,30 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardwise.data.cursor import Places
+    from shardwise.data.feed import MicroBatch
     from shardwise.job import Job
 
-    Raw = tuple[Any, int, int, Places | None]
-    """(batch, real rows, filled rows, places)."""
 
-
-def take_apart(job: Job, model: nn.Module, readers: Sequence[Sequence[Raw]]) -> list[list[Cell]]:
+def take_apart(job: Job, model: nn.Module, readers: Sequence[Sequence[MicroBatch]]) -> list[list[Cell]]:
     """Return what every micro-batch of every reader contributes, at the weights of `model`."""
-    return [[_cell(job, model, raw) for raw in micro_batches] for micro_batches in readers]
+    return [[_cell(job, model, micro_batch) for micro_batch in micro_batches] for micro_batches in readers]
 
 
-def _cell(job: Job, model: nn.Module, raw: Raw) -> Cell:
-    batch, rows, filled, places = raw
+def _cell(job: Job, model: nn.Module, micro_batch: MicroBatch) -> Cell:
+    batch, rows, filled, places = micro_batch.batch, micro_batch.rows, micro_batch.filled, micro_batch.places
     model.zero_grad(set_to_none=True)
     if not rows:
         return Cell(gradients={}, count=0)
     keys = None if places is None else places.keys()
-    with KeyedMasks(model, "cpu").of(model, keys, filled) if job.masks == "keyed" else nullcontext():
+    is_short, output_rows = rows < filled and job.loss.by_row, OutputRows()
+    with (
+        KeyedMasks(model, "cpu").of(model, keys, filled) if job.masks == "keyed" else nullcontext(),
+        output_rows.watching(batch) if is_short else nullcontext(),
+    ):
         output = job.forward(model, batch)
-    if rows < filled and job.loss.by_row:
-        output, batch = cut_output(output, rows, filled), cut_rows(batch, rows, filled)
+    if is_short:
+        output = output_rows.cut(output, rows, filled)
+        batch = cut_rows(batch, rows, filled, micro_batch.marks)
     job.loss.sum_of(output, batch).backward()
     gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
     return Cell(gradients=gradients, count=job.loss.count_of(batch, rows))
@@ -52,7 +55,7 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {first: tuple(others) for first, *others in names.values() if others}
 
 
-def by_module(job: Job, model: nn.Module, readers: Sequence[Sequence[Raw]]) -> dict[str, list[Tensor]]:
+def by_module(job: Job, model: nn.Module, readers: Sequence[Sequence[MicroBatch]]) -> dict[str, list[Tensor]]:
     """Return the step's gradient of every shared parameter, by the module that used it; unties `model`."""
     tied = tied_names(model)
     for others in tied.values():
@@ -63,11 +66,11 @@ def by_module(job: Job, model: nn.Module, readers: Sequence[Sequence[Raw]]) -> d
     if not tied:
         return {}
     cells = [cell for row in take_apart(job, model, readers) for cell in row]
-    count = max(1, sum(cell.count for cell in cells))
+    count = sum(cell.count for cell in cells) or 1
     return {first: list(_shares([first, *others], cells, count)) for first, others in tied.items()}
 
 
-def _shares(names: Sequence[str], cells: Sequence[Cell], count: int) -> Iterable[Tensor]:
+def _shares(names: Sequence[str], cells: Sequence[Cell], count: float) -> Iterable[Tensor]:
     for name in names:
         parts = [cell.gradients[name] for cell in cells if name in cell.gradients]
         if parts:

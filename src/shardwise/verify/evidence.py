@@ -32,7 +32,7 @@ class Cell:
     """What one micro-batch of one reader contributes: the gradient of its loss sum, and its count."""
 
     gradients: Tensors
-    count: int
+    count: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,7 +95,7 @@ def mean_of_means(evidence: Evidence) -> Finding | None:
             return Finding(
                 cause="mean of means",
                 evidence=f"the gradient of step {evidence.step} is the plain average over {words}, whose counts differ"
-                f" ({', '.join(map(str, counts))})",
+                f" ({', '.join(f'{count:g}' for count in counts)})",
                 step=evidence.step,
             )
     return None
@@ -110,7 +110,9 @@ def skipped_micro_batch(evidence: Evidence) -> Finding | None:
     denominator, kept = sum(cell.count for cell in every), sum(cell.count for cell in without)
     for divisor in {denominator, kept} - {0}:
         if evidence.is_explained_by({name: value / divisor for name, value in total_gradient(without).items()}):
-            words = f"the gradient is that of the step without the last {denominator - kept} of {denominator} counted"
+            words = (
+                f"the gradient is that of the step without the last {denominator - kept:g} of {denominator:g} counted"
+            )
             return skipped_last(evidence, evidence.step, words)
     return None
 

@@ -21,7 +21,7 @@ import torch
 from shardwise.checkpoint import CheckpointFolder
 from shardwise.checkpoint.disk import TEMPORARY
 from shardwise.checkpoint.names import name_of, parse_name
-from shardwise.data.rows import num_rows
+from shardwise.data.rows import mark_rows, num_rows
 from shardwise.errors import InputError, TrainingError
 from shardwise.parallel.gather import full_values
 from shardwise.run import EventLog
@@ -144,7 +144,7 @@ def _watched(job: Job, log: IO[bytes], after_step: Callable[[int], None] | None,
 
     def look(batch: Any) -> None:
         number = num_rows(batch)
-        rows.update(digest_rows(batch, number, number))
+        rows.update(digest_rows(batch, number, mark_rows(batch, number)))
 
     def on_step(report: StepReport) -> None:
         loss = float(report.loss_share)

@@ -67,7 +67,7 @@ class PlainTraining:
         factor = job.schedule(number, self.length.num_steps)
         for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
-        count = max(1, batch.denominator)
+        count = batch.denominator or 1
         sums = []
         for micro_batch in batch.micro_batches:
             with self._masked(micro_batch):

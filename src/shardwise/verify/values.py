@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.data.rows import tensors
+from shardwise.data.rows import settle_marks, tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardwise.data.feed import StepBatch
+    from shardwise.data.rows import RowMarks
 
 Print = tuple[float, float]
 """A projection of a tensor on a fixed pattern, and its norm: equal for equal tensors, as good as never for others."""
@@ -56,12 +57,16 @@ def _cut(tensor: DTensor) -> str:
 
 def row_digests(batch: StepBatch) -> list[str]:
     """Return a digest of every real row of a step, in order."""
-    return [digest for each in batch.micro_batches for digest in digest_rows(each.uncut, each.rows, each.filled)]
+    return [
+        digest
+        for each in batch.micro_batches
+        for digest in digest_rows(each.uncut, each.rows, settle_marks(each.marks, each.uncut, each.filled))
+    ]
 
 
-def digest_rows(batch: Any, rows: int, filled: int) -> list[str]:
-    """Return a digest of each of the first `rows` of a batch that has `filled`."""
-    parts = [t for t in tensors(batch) if t.ndim and t.shape[0] == filled]
+def digest_rows(batch: Any, rows: int, marks: RowMarks) -> list[str]:
+    """Return a digest of each of the first `rows` of a batch whose tensors with rows are marked."""
+    parts = [tensor for tensor, marked in zip(tensors(batch), marks, strict=True) if marked]
     return [_digest(part[row] for part in parts) for row in range(rows)]
 
 

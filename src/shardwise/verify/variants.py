@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from shardwise.data.feed import MicroBatch, StepBatch
-from shardwise.data.rows import map_tensors
+from shardwise.data.rows import map_rows, settle_marks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -59,10 +59,9 @@ def regroup(rows: int, readers: int, accumulation: int) -> list[list[int]]:
 def _take(whole: MicroBatch, order: list[int]) -> MicroBatch:
     index = torch.tensor(order)
 
-    def take(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[index] if tensor.ndim and tensor.shape[0] == whole.filled else tensor
-
+    marks = settle_marks(whole.marks, whole.batch, whole.filled)
     places = whole.places
     if places is not None:
         places = msgspec.structs.replace(places, indices=[places.indices[row] for row in order])
-    return MicroBatch(map_tensors(take, whole.batch), len(order), len(order), places)
+    batch = map_rows(lambda tensor: tensor[index], whole.batch, marks)
+    return MicroBatch(batch, len(order), len(order), places, None, whole.marks)

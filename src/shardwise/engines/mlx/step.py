@@ -60,7 +60,7 @@ class MlxStep(Holding):
         self.mark("forward", self.number)
         # The sum over all real rows of all ranks, divided by the one denominator of the global batch, is the mean one
         # process would compute.
-        total, gradients = self._accumulate(batch, 1.0 / max(1, batch.denominator))
+        total, gradients = self._accumulate(batch, 1.0 / (batch.denominator or 1))
         self._num_batches += len(batch.micro_batches)
         if self._note is not None:
             self._find_unreached(batch, gradients, self._note)
