@@ -52,6 +52,26 @@ def plant(monkeypatch):
     return plant
 
 
+def double_the_loss(right, self, loss):
+    return right(self, loss) * 2
+
+
+def own_norm(right, self):
+    self._group = None
+    return right(self)
+
+
+def own_count(right, pending):
+    step = right(pending)
+    own = sum(int((each.batch[-1][: each.rows] != -100).sum()) for each in step.micro_batches)
+    return feed.StepBatch(step.micro_batches, own * dist.get_world_size(), step.samples, step.cursor)
+
+
+def leave_one_out(right, module, *args):
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["blocks.1.mlp.up.weight"])
+    return right(module, *args)
+
+
 def test_keyed_masks_that_depend_on_the_rank(plant):
     def own_keys(right, places):
         return right(places) + np.uint64(dist.get_rank())
@@ -61,11 +81,6 @@ def test_keyed_masks_that_depend_on_the_rank(plant):
 
 
 def test_mean_of_means_over_ranks(plant):
-    def own_count(right, pending):
-        step = right(pending)
-        own = sum(int((each.batch[-1][: each.rows] != -100).sum()) for each in step.micro_batches)
-        return feed.StepBatch(step.micro_batches, own * dist.get_world_size(), step.samples, step.cursor)
-
     plant(feed._Pending, "finish", own_count)
     finding = finding_on("ddp+accumulation=2")
     assert finding.cause == "mean of means"
@@ -85,10 +100,6 @@ def test_mean_of_means_over_micro_batches(plant):
 
 
 def test_missing_all_reduce_on_one_parameter(plant):
-    def leave_one_out(right, module, *args):
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["blocks.1.mlp.up.weight"])
-        return right(module, *args)
-
     plant(apply, "replicate", leave_one_out)
     finding = finding_on("ddp")
     assert finding.cause == "missing all-reduce"
@@ -103,6 +114,32 @@ def test_double_loss_scaling(plant):
     assert finding.cause == "double loss scaling"
     assert "2 times" in finding.evidence
     assert "the number of readers" in finding.evidence
+
+
+@pytest.mark.parametrize(
+    ("plan", "bug", "cause"),
+    [
+        ("zero3", (update.NormedUpdate, "scale", double_the_loss), "double loss scaling"),
+        ("ddp", (apply, "replicate", leave_one_out), "missing all-reduce"),
+        ("ddp", (feed._Pending, "finish", own_count), "mean of means"),
+        ("zero3", (norm.GradNorm, "__call__", own_norm), "un-synced norm clipping"),
+    ],
+    ids=["gradient x2", "unsynced parameter", "mean of means", "per-rank clipping"],
+)
+def test_bugs_under_bf16_are_caught_by_gradient_and_norm_and_named_in_fp64(plant, plan, bug, cause):
+    plant(*bug)
+    verdict = verdict_on(f"{plan}+precision=bf16")
+    assert (verdict.status, [finding.cause for finding in verdict.findings]) == ("failed", [cause])
+    assert verdict.worst.beyond > 2
+
+
+def test_a_bug_that_only_lower_precision_has_is_said_to_be_one(plant):
+    def double_in_bf16(right, self, loss):
+        return right(self, loss) * (1 if loss.dtype == torch.float64 else 2)
+
+    plant(update.NormedUpdate, "scale", double_in_bf16)
+    finding = finding_on("ddp+precision=bf16")
+    assert finding.cause == "wrong in bf16 alone"
 
 
 def test_wrong_shard_of_a_tied_weight(monkeypatch):
@@ -164,10 +201,6 @@ def test_last_micro_batch_that_the_feed_forgot(plant):
 
 
 def test_unsynced_norm_clipping(plant):
-    def own_norm(right, self):
-        self._group = None
-        return right(self)
-
     plant(norm.GradNorm, "__call__", own_norm)
     finding = finding_on("zero3")
     assert finding.cause == "un-synced norm clipping"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from shardwise.job.engine import MadeFor
     from shardwise.layout import Layout
-    from shardwise.plan import Plan
+    from shardwise.plan import Plan, Precision
     from shardwise.verify.prepare import Preparation
 
 T = TypeVar("T")
@@ -57,6 +58,7 @@ class Bench:
     made_for: MadeFor = "torch"
     """Whose module the job's model is."""
     _ones: dict[tuple[Exact, Variant, int], Record] = field(default_factory=dict)
+    _lower: dict[tuple[Precision, Variant], Record] = field(default_factory=dict)
     _noise: dict[Exact, Limits] = field(default_factory=dict)
     _number: int = 0
 
@@ -110,6 +112,14 @@ class Bench:
                     fix="mend that first: shardwise train --nproc 1",
                 ) from error
         return self._ones[key]
+
+    def one_in(self, plan: Plan, variant: Variant) -> Record:
+        """Train in one process in the precision of `plan`, or remember it: it shows how far rounding goes."""
+        key = plan.precision, variant
+        if key not in self._lower:
+            alone = one_process(self.batch_size, dtype="fp32", made_for=self.made_for)
+            self._lower[key] = self.run(dataclasses.replace(alone, precision=plan.precision), variant=variant)
+        return self._lower[key]
 
     def exact(self, asked: Exact) -> tuple[Exact, tuple[str, ...]]:
         """Return the dtype to compare in, with a note where it is not the one asked for: MLX lacks some of fp64."""

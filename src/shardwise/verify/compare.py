@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import combinations
 from pathlib import Path  # noqa: TC003 - msgspec reads the annotation
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from shardwise.verify.capture import Prints, Traced, grads_file, values_file
 from shardwise.verify.report import Gap, Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -116,24 +117,27 @@ def _moments(  # noqa: PLR0917 - positions of one private caller
     steps = len(expected.losses)
     start, expected_start = _values(folder, 0), _values(expected_folder, 0)
     yield _tensor_gaps("initial value", None, start, expected_start, limits)
-    yield _rank_gaps("initial value", None, [each.parameters[0] for each in observed], layout, limits)
+    starts = [each.parameters[0] for each in observed]
+    yield rank_gaps("initial value", None, starts, layout, partial(limits.of, "initial value"))
     losses = losses_of(observed, layout)
     for step in range(steps):
         yield [_number_gap("loss", step, losses[step], expected.losses[step], limits)]
         found, wanted = _load(grads_file(folder, step)), _load(grads_file(expected_folder, step))
         yield _tensor_gaps("gradient", step, found, wanted, limits)
-        yield _rank_gaps("gradient", step, [each.gradients[step] for each in observed], layout, limits)
+        by_rank = [each.gradients[step] for each in observed]
+        yield rank_gaps("gradient", step, by_rank, layout, partial(limits.of, "gradient"))
         norms = [(each.rank, each.norms[step]) for each in observed]
         yield [
             _number_gap("gradient norm", step, norm, expected.norms[step], limits, f"rank {rank} and one process")
             for rank, norm in norms
             if norm is not None and expected.norms[step] is not None
         ]
-        yield _rank_gaps("parameter", step, [each.parameters[step + 1] for each in observed], layout, limits)
+        by_rank = [each.parameters[step + 1] for each in observed]
+        yield rank_gaps("parameter", step, by_rank, layout, partial(limits.of, "parameter"))
     for kind in ("parameter", "buffer"):
         found, wanted = (_load(values_file(each, steps))[f"{kind}s"] for each in (folder, expected_folder))
         yield _tensor_gaps(kind, None, found, wanted, limits, limits.masks() if kind == "parameter" else None)
-    yield _rank_gaps("buffer", None, [each.buffers for each in observed], layout, limits)
+    yield rank_gaps("buffer", None, [each.buffers for each in observed], layout, partial(limits.of, "buffer"))
 
 
 def _load(path: Path) -> Any:
@@ -193,7 +197,9 @@ def _tensor_gaps(  # noqa: PLR0917 - positions of private callers
     ]
 
 
-def _rank_gaps(kind: Kind, step: int | None, prints: Sequence[Prints], layout: Layout, limits: Limits) -> list[Gap]:
+def rank_gaps(
+    kind: Kind, step: int | None, prints: Sequence[Prints], layout: Layout, limit_of: Callable[[str], float]
+) -> list[Gap]:
     """Compare ranks that hold the same piece; not across stages, which may keep buffers of others unused."""
     overall = max((norm for each in prints for _, norm in each.values()), default=0.0)
     gaps = []
@@ -204,8 +210,7 @@ def _rank_gaps(kind: Kind, step: int | None, prints: Sequence[Prints], layout: L
             (print_, norm), (other_print, other_norm) = prints[one][key], prints[other][key]
             relative = _ratio(abs(print_ - other_print), max(norm, other_norm, SMALL * overall))
             between = f"ranks {one} and {other}"
-            limit = limits.of(kind, key)
-            gaps.append(Gap(kind=kind, name=key, step=step, relative=relative, limit=limit, between=between))
+            gaps.append(Gap(kind=kind, name=key, step=step, relative=relative, limit=limit_of(key), between=between))
     return gaps
 
 

@@ -15,8 +15,9 @@ from shardwise.job import load_job
 from shardwise.job.engine import engine_of
 from shardwise.launch import run_forked
 from shardwise.parallel.support import require_supported
-from shardwise.verify.bench import Bench, Record
-from shardwise.verify.compare import EXACT, losses_of
+from shardwise.verify.bands import exact_counterpart, loss_band_gaps, no_exact_cause, rounding_gaps, rounds_in
+from shardwise.verify.bench import Bench
+from shardwise.verify.compare import EXACT
 from shardwise.verify.investigate import Case, investigate
 from shardwise.verify.kill import choose_kills
 from shardwise.verify.masks import judge_masks, watch_masks
@@ -242,28 +243,33 @@ def _twin(bench: Bench, plan: Plan, precision: Exact) -> Variant:
 
 
 def _judge_by_band(bench: Bench, name: str, plan: Plan, changes: dict[str, float]) -> PlanVerdict:
-    """Compare losses alone: other arithmetic gives other gradients."""
+    """Compare losses by a band, and gradients and updates by the rounding that one process shows."""
     # PowerSGD sends plain gradients for its first ten steps, and proves nothing in those.
     steps = max(bench.preparation.steps, 14) if plan.communication.compression == "powersgd" else None
-    expected = bench.one("fp32", _twin(bench, plan, "fp32"), steps=steps)
+    twin = _twin(bench, plan, "fp32")
+    expected = bench.one("fp32", twin, steps=steps)
     record = bench.run(plan, steps=steps)
     band = sum(changes.values())
-    gaps = _loss_gaps(record, expected, band)
-    worst = max(gaps, key=lambda gap: gap.relative)
-    first = next((gap for gap in gaps if not gap.relative <= band), None)
+    gaps = loss_band_gaps(record, expected, band)
+    measure = f"losses within {band:.0%} of fp32, since it {' and '.join(changes)}"
+    dtype = rounds_in(plan)
+    if dtype is not None:
+        lower = bench.one_in(plan, twin)
+        gaps += bench.apart(lambda: rounding_gaps(record, expected, lower, dtype))
+        measure += f"; gradients and updates as close to fp32 as one process in {dtype}"
     record.discard()
+    first = next((gap for gap in gaps if not gap.beyond <= 1), None)
     return PlanVerdict(
         plan=name,
         status="passed" if first is None else "failed",
-        measure=f"losses within {band:.0%} of fp32, since it {' and '.join(changes)}",
-        worst=worst,
+        measure=measure,
+        worst=max(gaps, key=lambda gap: gap.beyond),
         first=first,
+        findings=() if first is None or dtype is None else _causes(bench, name, plan, first, dtype),
     )
 
 
-def _loss_gaps(record: Record, expected: Record, band: float) -> list[Gap]:
-    pairs = zip(losses_of(record.traced, record.layout), expected.traced[0].losses, strict=True)
-    return [
-        Gap(kind="loss", name="", step=step, relative=abs(found - wanted) / abs(wanted), limit=band)
-        for step, (found, wanted) in enumerate(pairs)
-    ]
+def _causes(bench: Bench, name: str, plan: Plan, first: Gap, dtype: str) -> tuple[Finding, ...]:
+    """Look for the cause in fp64, where values can be compared."""
+    exact = _judge_by_value(bench, name, exact_counterpart(plan), "fp64")
+    return exact.findings or (no_exact_cause(first, dtype),)
