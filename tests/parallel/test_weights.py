@@ -7,11 +7,12 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import JobError
+from shardwise.parallel import blueprint as blueprint_module
 from shardwise.parallel.apply import lay_out
 from shardwise.parallel.blueprint import job_blueprint
 from shardwise.parallel.place import Place
 from shardwise.parallel.skeleton import draw, skeleton
-from shardwise.parallel.weights import DrawnWeights, StreamedWeights
+from shardwise.parallel.weights import BuiltWeights, DrawnWeights, StreamedWeights
 from shardwise.plan import Plan
 from shardwise.testing import run_ranks
 
@@ -47,7 +48,7 @@ def built(make_model, *, weights=None, seed=0):
 
 
 def test_a_skeleton_takes_no_memory_but_keeps_its_buffers():
-    module, _ = skeleton(Counted)
+    module = skeleton(Counted).module
     assert all(parameter.is_meta for parameter in module.parameters())
     assert torch.equal(module.table, torch.arange(3.0))
 
@@ -60,7 +61,7 @@ def test_a_model_with_init_weights_is_drawn_by_name():
 
 
 def test_drawn_weights_depend_on_name_and_seed_alone():
-    recipes = skeleton(Redrawn)[1]
+    recipes = skeleton(Redrawn).recipes
     values = {}
     for key in [("a", 0), ("a", 0), ("b", 0), ("a", 1)]:
         value = torch.empty(3, 3)
@@ -80,7 +81,7 @@ def test_weights_changed_after_construction_are_never_drawn_anew():
         return model
 
     module, weights = built(make_model)
-    assert isinstance(weights, StreamedWeights)
+    assert isinstance(weights, BuiltWeights)
     assert torch.equal(module.linear.weight, torch.full((3, 3), 7.0))
 
 
@@ -100,7 +101,7 @@ def test_a_model_without_init_weights_gets_the_values_it_would_have_alone():
     torch.manual_seed(5)
     plain = Counted()
     module, weights = built(Counted, seed=5)
-    assert isinstance(weights, StreamedWeights)
+    assert isinstance(weights, BuiltWeights)
     assert torch.equal(module.scale, plain.scale)
     assert torch.equal(module.linear.weight, plain.linear.weight)
     assert torch.equal(module.table, plain.table)
@@ -152,7 +153,9 @@ def test_a_model_larger_than_the_host_is_refused_before_it_is_built():
         StreamedWeights(lambda: pytest.fail("built"), num_bytes=1 << 60, rank=0, size=1)
 
 
-def test_only_rank_0_builds_the_model():
+def test_only_rank_0_builds_a_model_that_is_too_large_for_every_rank(monkeypatch):
+    monkeypatch.setattr(blueprint_module, "_HOST_SHARE", 0.0)
+
     def body(world):
         built_here = []
 

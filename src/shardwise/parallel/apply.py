@@ -14,6 +14,7 @@ from shardwise.parallel.blocks import find_blocks
 from shardwise.parallel.context import compile_afresh, context_parallel
 from shardwise.parallel.fused_loss import fuse_head
 from shardwise.parallel.gradsync import GradSync, NoSync, ReplicaSync, ShardSync, SummedSync
+from shardwise.parallel.parameter_rules import attributes_of, restore_attributes
 from shardwise.parallel.recompute import recompute_block
 from shardwise.parallel.replicated import replicate
 from shardwise.parallel.sharded import set_prefetch, shard_unit
@@ -138,8 +139,10 @@ TRANSFORMS = (
 def apply_plan(blueprint: Blueprint, plan: Plan, place: Place) -> nn.Module:
     """Return the module of `blueprint` under `plan`; called on every rank."""
     module = blueprint.module
+    attributes = attributes_of(module)
     for transform in TRANSFORMS:
         module = transform(module, plan, place, blueprint)
+    restore_attributes(unwrap(module), attributes)
     return module
 
 

@@ -163,6 +163,7 @@ def _broadcast(value: Tensor) -> list[int]:
     return [1, -1, *([1] * (value.ndim - 2))]
 
 
+_REGISTERED = {"_parameters", "_buffers", "_modules"}
 _TORCHS_OWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -192,6 +193,8 @@ def foreign_batch_norms(module: nn.Module) -> list[str]:
 
 def _like(norm: Any, group: dist.ProcessGroup | None, name: str) -> BatchNorm:
     ours = BatchNorm(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+    # Hooks and attributes of the user's own go along.
+    vars(ours).update({key: value for key, value in vars(norm).items() if key not in _REGISTERED})
     ours.weight, ours.bias = norm.weight, norm.bias
     ours.running_mean, ours.running_var = norm.running_mean, norm.running_var
     ours.num_batches_tracked = norm.num_batches_tracked

@@ -8,22 +8,28 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from shardwise.errors import JobError
+from shardwise.errors import JobError, some_of
+from shardwise.hardware import available_memory
 from shardwise.job.engine import is_mlx
 from shardwise.parallel.blocks import find_blocks
-from shardwise.parallel.skeleton import skeleton
+from shardwise.parallel.module_state import differing_values, generator_states
+from shardwise.parallel.seeds import seed_generators
+from shardwise.parallel.skeleton import Skeleton, skeleton
 from shardwise.parallel.weight_files import open_weights
-from shardwise.parallel.weights import DrawnWeights, FileWeights, StreamedWeights
+from shardwise.parallel.weights import BuiltWeights, DrawnWeights, FileWeights, StreamedWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from shardwise.parallel.skeleton import Recipe
     from shardwise.parallel.weights import Weights
 
 Specs = tuple[tuple[str, Tensor], ...]
 """(name, whole tensor on the meta device), in an order that is the same on every rank."""
+
+_HOST_SHARE = 0.25
+"""Part of the free host memory that the copies of a model may take which the ranks of a host build for real."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,25 +56,91 @@ class Blueprint:
 
 
 def job_blueprint(
-    make_model: Callable[[], nn.Module], *, seed: int, weights: str | None, rank: int, size: int, double: bool
+    make_model: Callable[[], nn.Module],
+    *,
+    seed: int,
+    weights: str | None,
+    rank: int,
+    size: int,
+    double: bool,
+    local_size: int = 1,
+    agree: Callable[[bool], bool] = bool,
 ) -> Blueprint:
     """Return the blueprint of a job's model; called on every rank. With `double` everything is in fp64.
 
-    Values come from a file, else by recipe, else from the model that rank 0 builds on its host.
+    Values come from a file, else by recipe, else from the model's own construction: every rank builds it for real
+    where the host has memory for the models of its `local_size` ranks, else rank 0 alone. A model that would lose
+    something on the meta device is built for real, or refused by the name of that. `agree` communicates whether
+    something holds on all ranks.
     """
-    module, recipes = structure(make_model, seed)
-    if double:
-        module = module.double()
+    found = structure(make_model, seed)
+    module = found.module.double() if double else found.module
     parameters, buffers = _specs(module.named_parameters()), _specs(module.named_buffers())
-    source: Weights
+    source: Weights | None = None
     if weights is not None:
         source, buffers = _from_file(Path(weights), module, buffers)
-    elif recipes is not None:
-        source, buffers = DrawnWeights(recipes, seed), ()
-    else:
-        num_bytes = sum(spec.numel() * spec.element_size() for _, spec in parameters + buffers)
+    elif found.recipes is not None:
+        source, buffers = DrawnWeights(found.recipes, seed), ()
+    num_bytes = sum(spec.numel() * spec.element_size() for _, spec in parameters + buffers)
+    fits = agree(num_bytes * local_size <= _HOST_SHARE * available_memory())
+    lost = () if fits and source is None else (*found.lost, *_drawn(found, make_model, seed))
+    if fits and (source is None or lost):
+        return _built_blueprint(make_model, seed, source, buffers, double=double)
+    if lost:
+        raise JobError(
+            f"the model is too large to be built for real on every rank ({num_bytes / 1e9:.1f} GB), and on the meta"
+            f" device it loses {some_of(lost)}",
+            fix="set that up outside Job.model, or as registered buffers; or use a host with more memory",
+        )
+    if source is None:
         source = StreamedWeights(lambda: _real_values(make_model, seed), num_bytes=num_bytes, rank=rank, size=size)
     return Blueprint(module=module, weights=source, units=find_units(module), buffers=buffers)
+
+
+def _built_blueprint(
+    make_model: Callable[[], nn.Module], seed: int, source: Weights | None, buffers: Specs, *, double: bool
+) -> Blueprint:
+    """Return the blueprint of the model built for real: hooks, classes and all that its construction drew are there."""
+    module = build_model(make_model, seed)
+    if double:
+        module = module.double()
+    named = dict([*module.named_parameters(), *module.named_buffers()])
+    if source is not None:
+        wanted = [*_specs(module.named_parameters()), *buffers]
+        with torch.no_grad():
+            for name, spec in wanted:
+                value = source.value(name, spec, named[name].device, wanted=True)
+                if value is not None:
+                    named[name].copy_(value)
+    given = BuiltWeights({name: tensor.detach() for name, tensor in named.items()}, source)
+    return Blueprint(module=module, weights=given, units=find_units(module), buffers=() if source is None else buffers)
+
+
+def build_model(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Return the model as the job's function builds it under the job's seed, in host memory."""
+    seed_generators(seed)
+    module = _checked(make_model())
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor):
+            raise JobError(
+                f"{name} of the model is uninitialized: it belongs to a lazy module that has seen no input",
+                fix="run the model once on a sample inside Job.model",
+            )
+        if tensor.is_meta:
+            raise JobError(
+                f"{name} of the model is on the meta device and has no value",
+                fix="build it on the CPU, or give the model an init_weights() that sets every parameter",
+            )
+    return module
+
+
+def _drawn(found: Skeleton, make_model: Callable[[], nn.Module], seed: int) -> list[str]:
+    """Name what a model draws while it is built, apart from weights: where those draw nothing, its values differ."""
+    if not found.drew:
+        return []
+    seed_generators(seed + 1)
+    other = skeleton(make_model).module
+    return [f"{place}, drawn while it is built" for place in differing_values(found.module, other)]
 
 
 def real_blueprint(module: nn.Module) -> Blueprint:
@@ -98,21 +170,25 @@ def _block_of(name: str, blocks: Mapping[str, nn.Module]) -> str:
     return next((block for block in blocks if name.startswith(f"{block}.")), "")
 
 
-def structure(make_model: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Mapping[str, Recipe] | None]:
+def structure(make_model: Callable[[], nn.Module], seed: int) -> Skeleton:
     """Build a model with its parameters on the meta device; also the recipes of its weights, where they tell all."""
-    torch.manual_seed(seed)
+    seed_generators(seed)
+    before = generator_states()
     try:
-        module, recipes = skeleton(make_model)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError):
-        # Some models read their weights while they are built. Then every rank builds a whole one and forgets it.
-        torch.manual_seed(seed)
-        module, recipes = _checked(make_model()), None
-        forgotten = {id(old): nn.Parameter(old.to("meta"), old.requires_grad) for old in module.parameters()}
-        for part in module.modules():
-            for name, old in part._parameters.items():  # noqa: SLF001 - no setattr hooks; tied ones stay tied
-                if old is not None:
-                    part._parameters[name] = forgotten[id(old)]  # noqa: SLF001
-    return _checked(module), recipes
+        found = skeleton(make_model)
+    except Exception:  # noqa: BLE001 - a model may fail on meta in any way; one that fails for real as well raises below
+        found = None
+    if found is not None:
+        _checked(found.module)
+        return found._replace(drew=generator_states() != before)
+    # Some models read their weights while they are built. Then every rank builds a whole one and forgets it.
+    module = build_model(make_model, seed)
+    forgotten = {id(old): nn.Parameter(old.to("meta"), old.requires_grad) for old in module.parameters()}
+    for part in module.modules():
+        for name, old in part._parameters.items():  # noqa: SLF001 - no setattr hooks; tied ones stay tied
+            if old is not None:
+                part._parameters[name] = forgotten[id(old)]  # noqa: SLF001
+    return Skeleton(module, None, ("what it computes from its weights while it is built",))
 
 
 def _checked(model: object) -> nn.Module:
@@ -124,8 +200,7 @@ def _checked(model: object) -> nn.Module:
 
 
 def _real_values(make_model: Callable[[], nn.Module], seed: int) -> dict[str, Tensor]:
-    torch.manual_seed(seed)
-    model = make_model()
+    model = build_model(make_model, seed)
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 

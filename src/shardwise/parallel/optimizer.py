@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise.parallel.buckets import in_buckets
 from shardwise.parallel.collectives import gather_flat
 from shardwise.parallel.gradsync import local
+from shardwise.parallel.parameter_rules import copy_attributes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -114,6 +115,7 @@ class _Piece:
                 stride=mine.stride(),
             )
         self.owned = nn.Parameter(wrapped, requires_grad=parameter.requires_grad)
+        copy_attributes(vars(parameter), self.owned)
 
     def mine(self, whole: Tensor) -> Tensor:
         """Return this rank's rows of a tensor shaped like the parameter, as a view."""

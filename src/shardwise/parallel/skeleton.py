@@ -1,4 +1,9 @@
-"""A model without its weights: parameters on the meta device, buffers real, and how each weight would be drawn."""
+"""A model without its weights: parameters on the meta device, buffers real, and how each weight would be drawn.
+
+Every parameter is replaced by one on meta as it is registered. Attributes and ties go with it. What cannot go with it,
+because it belongs to the parameter as an object (gradient hooks, its class, another reference to it) or to its values
+(tensors computed from them), is listed by name in `Skeleton.lost`: such a model has to be built for real.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,13 @@ import contextlib
 import hashlib
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.parallel.module_state import has_hooks, plain_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -34,28 +41,60 @@ class Write:
         getattr(value, self.name)(*self.arguments, **keywords)
 
 
-def skeleton(make_model: Callable[[], nn.Module]) -> tuple[nn.Module, Mapping[str, Recipe] | None]:
+class Skeleton(NamedTuple):
+    """A model with its parameters on the meta device."""
+
+    module: nn.Module
+    recipes: Mapping[str, Recipe] | None
+    """How each weight is initialized, where that is known of all of them."""
+    lost: tuple[str, ...]
+    """What the model that is built for real has and this one has not."""
+    drew: bool = False
+    """Whether building it moved a random generator, as nothing on meta does."""
+
+
+def skeleton(make_model: Callable[[], nn.Module]) -> Skeleton:
     """Build a model without memory for its parameters; also the recipe of each weight, where recipes tell all.
 
     They do when the model has `init_weights()` that sets every parameter by plain in-place operations, and the last
     thing `make_model` did to each was that. None otherwise: the weights then come from a real model.
     """
     recorder = _Recorder()
-    with _parameters_on_meta(), recorder, warnings.catch_warnings():
+    with _parameters_on_meta() as originals, recorder, warnings.catch_warnings():
         # "copying to a meta parameter is a no-op": known, and noticed by the recorder.
         warnings.filterwarnings("ignore", message=".*meta parameter", category=UserWarning)
-        model = make_model()
-    if not isinstance(model, nn.Module) or not callable(getattr(model, "init_weights", None)):
-        return model, None
+        model: Any = make_model()
+    if not isinstance(model, nn.Module):
+        return Skeleton(model, None, ())
+    lost = tuple(_lost(model, originals))
+    if not callable(getattr(model, "init_weights", None)):
+        return Skeleton(model, None, lost)
     made, recorder = recorder, _Recorder()
     try:
         with recorder:
             model.init_weights()  # type: ignore[operator]
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
-        return model, None  # it reads weights, or wants arguments
+        return Skeleton(model, None, lost)  # it reads weights, or wants arguments
     recipes = {name: made.tail(parameter, recorder) for name, parameter in model.named_parameters()}
     known = {name: recipe for name, recipe in recipes.items() if recipe is not None}
-    return model, known if len(known) == len(recipes) else None
+    return Skeleton(model, known if len(known) == len(recipes) else None, lost)
+
+
+def _lost(model: nn.Module, originals: Mapping[int, nn.Parameter]) -> Iterator[str]:
+    """Yield what belongs to parameters as objects, or to their values, each with its name."""
+    for name, parameter in model.named_parameters():
+        if has_hooks(parameter) or has_hooks(originals.get(id(parameter), parameter)):
+            yield f"a gradient hook on {name}"
+        if type(parameter) is not nn.Parameter:
+            yield f"{name}, a {type(parameter).__name__}"
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            yield f"buffer {name}, computed from weights"
+    for place, value in plain_values(model):
+        if isinstance(value, nn.Parameter):
+            yield f"a parameter kept in {place}"
+        elif isinstance(value, Tensor) and value.is_meta:
+            yield f"a tensor in {place}, computed from weights"
 
 
 def draw(recipe: Recipe, value: Tensor, *, name: str, seed: int) -> None:
@@ -68,18 +107,27 @@ def draw(recipe: Recipe, value: Tensor, *, name: str, seed: int) -> None:
 
 
 @contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Have every parameter that is registered in here moved to the meta device; buffers stay as they are."""
+def _parameters_on_meta() -> Iterator[Mapping[int, nn.Parameter]]:
+    """Have every parameter that is registered in here moved to the meta device; buffers stay as they are.
+
+    Yields the original of each by the id of what replaced it. One that is registered twice is replaced by one.
+    """
     register = nn.Module.register_parameter
+    moved: dict[int, nn.Parameter] = {}
+    originals: dict[int, nn.Parameter] = {}  # also keeps them alive: an id is only good while its tensor lives
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and param.device.type != "meta":
-            param = type(param)(param.to("meta"), requires_grad=param.requires_grad)
+            if id(param) not in moved:
+                replacement = type(param)(param.to("meta"), requires_grad=param.requires_grad)
+                vars(replacement).update(vars(param))
+                moved[id(param)], originals[id(replacement)] = replacement, param
+            param = moved[id(param)]
         register(self, name, param)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
     try:
-        yield
+        yield originals
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 

@@ -81,6 +81,20 @@ class StreamedWeights:
         return value if wanted else None
 
 
+class BuiltWeights:
+    """Every rank built the model for real: its parameters hold their values, which are given out again by name."""
+
+    def __init__(self, values: Mapping[str, Tensor], source: Weights | None = None) -> None:
+        """`source` is where the values came from, if not from the model's own construction."""
+        self.words = "built on every rank's host" if source is None else f"{source.words}, into a model built for real"
+        self.from_model = source is None
+        self._values = values
+
+    def value(self, name: str, like: Tensor, device: torch.device, *, wanted: bool) -> Tensor | None:
+        """Return the value; no communication."""
+        return self._values[name].to(device, like.dtype) if wanted else None
+
+
 class FileWeights:
     """Every rank reads what it wants out of files that are mapped into memory, not loaded."""
 
@@ -144,9 +158,10 @@ def fill_buffers(
 def share_values(module: nn.Module, device: torch.device) -> None:
     """Give every rank rank 0's parameters and buffers, in place; communicates over the world."""
     for tensor in [*module.parameters(), *module.buffers()]:
-        value = tensor.detach().to(device)
+        value = tensor.detach().to(device).contiguous()
         dist.broadcast(value, src=0)
-        if value.data_ptr() != tensor.data_ptr():
+        # An expanded buffer is one memory under many indices and cannot be written; equal values need not be.
+        if value.data_ptr() != tensor.data_ptr() and not torch.equal(value.to(tensor.device), tensor.detach()):
             tensor.data.copy_(value)
 
 

@@ -55,7 +55,7 @@ class Subject:
     @classmethod
     def of(cls, job: Job, compute: DType, *, gathered: bool) -> Subject:
         """Build the model of a job without weights."""
-        model = skeleton(job.model)[0].to("meta").train()
+        model = skeleton(job.model).module.to("meta").train()
         if job.lora is not None:
             add_adapters(model, job.lora)
         trainable_of(model.named_parameters())

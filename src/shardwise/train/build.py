@@ -24,6 +24,7 @@ from shardwise.parallel.lora import adapt_blueprint
 from shardwise.parallel.norm import GradNorm
 from shardwise.parallel.optimizer import make_optimizer
 from shardwise.parallel.outer import by_rounds
+from shardwise.parallel.parameter_rules import check_parameters
 from shardwise.parallel.place import Place
 from shardwise.parallel.probe import trainable_of, without_gradient
 from shardwise.parallel.seeds import seed_generators
@@ -32,7 +33,7 @@ from shardwise.parallel.stage_plan import cut_layers
 from shardwise.parallel.stages import count_layers, find_layers, split_stages
 from shardwise.parallel.support import require_supported, uses_ddp
 from shardwise.parallel.tensor_rules import find_rules
-from shardwise.parallel.weights import share_values
+from shardwise.parallel.weights import BuiltWeights, share_values
 from shardwise.plan import with_engine_of
 from shardwise.step.captured import plain_step
 from shardwise.step.marks import nvtx_ranges, tell
@@ -173,7 +174,12 @@ def draw_up(job: Job, plan: Plan, world: World) -> Blueprint:
         rank=world.rank,
         size=world.size,
         double=plan.precision.parameter == "fp64",
+        local_size=world.local_size,
+        agree=lambda here: world.backend == "fake" or all(world.gather(here)),
     )
+    check_parameters(blueprint.module, plan)
+    if isinstance(blueprint.weights, BuiltWeights) and world.size > 1:
+        share_values(blueprint.module, world.device)  # a model may draw from what no seed reaches
     if job.lora is not None:
         blueprint = adapt_blueprint(blueprint, job.lora, seed=job.seed)
     trainable_of(blueprint.module.named_parameters())  # here, since DDP refuses a frozen model in its own terms
@@ -266,6 +272,7 @@ def parallelize(model: nn.Module, plan: Plan, world: World) -> nn.Module:
         raise PlanError("the plan syncs after steps of an optimizer, which your own loop makes", fix="use build_step")
     if plan.capture == "step":
         raise PlanError("the plan captures the step, which your own loop makes", fix="use build_step")
+    check_parameters(model, plan)
     if plan.precision.parameter == "fp64":
         model = model.double()
     if world.size > 1:

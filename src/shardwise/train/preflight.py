@@ -15,6 +15,7 @@ from shardwise.parallel.blueprint import structure
 from shardwise.parallel.context_rules import check_context
 from shardwise.parallel.fused_loss import find_head
 from shardwise.parallel.held_dtypes import check_dtypes
+from shardwise.parallel.parameter_rules import check_parameters
 from shardwise.parallel.stage_plan import check_pipeline, cut_layers
 from shardwise.parallel.stages import check_stages, count_layers, find_layers
 from shardwise.parallel.support import require_supported
@@ -50,6 +51,7 @@ class ModelRules:
         job, layout = self._job, plan.layout
         if plan.precision.parameter != "fp64":  # there the whole model is made fp64
             check_dtypes(self._module, plan, adapted=job.lora is not None)
+        check_parameters(self._module, plan)
         if plan.fused_loss:
             find_head(self._module)
         if layout.cp > 1:
@@ -65,7 +67,7 @@ class ModelRules:
 
     @cached_property
     def _module(self) -> nn.Module:
-        module = structure(self._job.model, self._job.seed)[0]
+        module = structure(self._job.model, self._job.seed).module
         if self._job.lora is not None:
             add_adapters(module, self._job.lora)
         return module
@@ -93,4 +95,6 @@ def check_job(job: Job, plan: Plan) -> None:
 
 def _looks_at_model(job: Job, plan: Plan) -> bool:
     layout = plan.layout
+    if plan.engine == "torch" and (plan.zero or plan.offload.optimizer != "none"):
+        return True  # they replace parameters
     return layout.tp > 1 or layout.pp > 1 or layout.cp > 1 or plan.fused_loss or job.lora is not None

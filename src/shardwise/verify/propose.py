@@ -124,7 +124,7 @@ class _Trials:
 def _look(preparation: Preparation, degree: int) -> tuple[str, int, tuple[Cut, ...]]:
     """Look at the job's model with its own first samples; runs tensor operations."""
     job = prepare_job(preparation)
-    module = structure(job.model, job.seed)[0]
+    module = structure(job.model, job.seed).module
     batch = _first_batch(job)
     cuts = propose_cuts(module, lambda model: job.forward(model, batch), degree=degree)
     return type(module).__name__, job.batch_size, cuts

@@ -20,6 +20,7 @@ from shardwise.errors import JobError
 from shardwise.parallel.apply import norm_batches, recompute
 from shardwise.parallel.norm import GradNorm
 from shardwise.parallel.optimizer import Optimized
+from shardwise.parallel.parameter_rules import attributes_of, restore_attributes
 from shardwise.parallel.sharded import LOWER
 from shardwise.parallel.weights import fill_buffers, fill_parameters
 from shardwise.plan.cost.deepspeed import deepspeed_stage
@@ -50,7 +51,9 @@ def build_deepspeed_step(
     if low is not None:
         compute_in(module, low, place.device.type)
     deepspeed.init_distributed(verbose=False)
+    attributes = attributes_of(module)
     _fill(module, blueprint, place, _cutter(deepspeed, module, plan, config))
+    restore_attributes(module, attributes)
     named = list(module.named_parameters())
     optimizer, groups = _make_optimizer(job, named, shapes, place.device)
     require_elementwise(optimizer, deepspeed_stage(plan))

@@ -1,0 +1,79 @@
+"""What users attach to parameters: attributes go along into every plan, the rest is kept or refused by name.
+
+Sharding replaces a parameter by another object: FSDP2 and tensor parallelism put a DTensor into the module, ZeRO-1 and
+offload show the optimizer a piece. Attributes (`_no_weight_decay`, `lr_scale`) are copied to the new object. A gradient
+hook would never run on it, a subclass of Parameter would be gone, and a second reference to the old object (in a plain
+list) would leave forward with a weight that nobody trains: a plan that replaces parameters refuses those.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from shardwise.errors import JobError
+from shardwise.parallel.module_state import accumulation_hooks, has_hooks, plain_values
+
+if TYPE_CHECKING:
+    from shardwise.plan import Plan
+
+Attributes = dict[str, dict[str, Any]]
+"""Attributes of parameters by the parameter's name."""
+
+_SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipev")
+"""Schedules that compute gradients of weights apart, by torch.autograd.grad, which runs no hook of a parameter."""
+
+
+def check_parameters(module: nn.Module, plan: Plan) -> None:
+    """Refuse parameters with something attached that the plan would lose; `module` is not yet under the plan."""
+    is_replaced = plan.zero >= 2 or plan.layout.tp > 1 or plan.engine == "deepspeed"
+    splits_backward = plan.layout.pp > 1 and plan.pipeline.schedule in _SPLIT_BACKWARD
+    is_hidden = is_replaced or plan.zero == 1 or plan.offload.optimizer != "none"
+    for name, parameter in module.named_parameters():
+        if has_hooks(parameter) and (is_replaced or splits_backward):
+            raise _refusal(f"{name} has a gradient hook, which {_name(plan)} would never run")
+        if accumulation_hooks(parameter) and plan.layout.world_size > 1:
+            raise _refusal(f"{name} has a hook that runs before its gradient is summed over ranks")
+        if type(parameter) is not nn.Parameter and is_hidden:
+            kind = type(parameter).__name__
+            raise _refusal(f"{name} is a {kind}, and {_name(plan)} would make a plain Parameter of it")
+    if is_replaced or plan.layout.pp > 1:
+        _refuse_second_references(module, plan)
+
+
+def attributes_of(module: nn.Module) -> Attributes:
+    """Return what users set on parameters, by name."""
+    return {name: dict(vars(parameter)) for name, parameter in module.named_parameters() if vars(parameter)}
+
+
+def restore_attributes(module: nn.Module, attributes: Attributes) -> None:
+    """Set attributes on the parameters of these names that lack them."""
+    for name, parameter in module.named_parameters():
+        copy_attributes(attributes.get(name, {}), parameter)
+
+
+def copy_attributes(attributes: dict[str, Any], parameter: nn.Parameter) -> None:
+    """Set attributes that the parameter lacks."""
+    own = vars(parameter)
+    own.update({key: value for key, value in attributes.items() if key not in own})
+
+
+def _refuse_second_references(module: nn.Module, plan: Plan) -> None:
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for place, value in plain_values(module):
+        if id(value) in names:
+            raise _refusal(
+                f"{names[id(value)]} is also kept in the attribute {place}, where {_name(plan)} would leave a weight"
+                " that is not trained"
+            )
+
+
+def _name(plan: Plan) -> str:
+    if plan.engine == "deepspeed":
+        return "engine deepspeed"
+    return f"plan {plan.layout} with zero = {plan.zero}" if plan.zero else f"plan {plan.layout}"
+
+
+def _refusal(fact: str) -> JobError:
+    return JobError(fact, fix="use --plan ddp, or change the model")
