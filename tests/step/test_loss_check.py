@@ -159,13 +159,9 @@ def test_the_check_draws_no_random_number_and_moves_no_state_of_the_loss():
 
 
 @pytest.mark.parametrize("name", ["one", "ddp"])
-def test_a_fractional_count_is_carried_exactly(name):
+def test_a_weighted_mean_is_that_of_pytorch_over_the_global_batch(name):
     weights = torch.tensor([0.05, 0.1, 0.02, 0.03], dtype=torch.float64)
-    loss = sw.Loss(
-        sum=lambda output, batch: cross_entropy(output, batch[1], weight=weights, reduction="sum"),
-        count=lambda batch: weights[batch[1]].sum(),
-    )
-    job = make_job(loss)
+    job = make_job(sw.losses.weighted_cross_entropy(weights))
     torch.manual_seed(job.seed)
     model = Net().double()
     inputs, targets = (torch.stack(each) for each in zip(*(Points()[index] for index in range(8)), strict=True))

@@ -1,5 +1,6 @@
 """Jobs small enough to be verified in a fraction of a second, with counts that differ between rows."""
 
+import dataclasses
 import os
 
 import torch
@@ -136,4 +137,36 @@ class DroppingBlock(torch.nn.Module):
 tensor_dropout = points(
     lambda: torch.nn.Sequential(DroppingBlock(), DroppingBlock(), torch.nn.Linear(6, 3)),
     tensor_rules={"0.up": "column", "0.down": "row", "1.up": "column", "1.down": "row"},
+)
+
+
+class Counting(torch.nn.Linear):
+    """Warms up over forward passes, which it counts."""
+
+    def __init__(self):
+        super().__init__(6, 3)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * min(1.0, self.calls / 20)
+
+
+class Centered(torch.nn.Linear):
+    """Takes the mean over the micro-batch off its rows."""
+
+    def forward(self, x):
+        output = super().forward(x)
+        return output - output.mean(0)
+
+
+def _contrast(output, batch):
+    return torch.nn.functional.cross_entropy(output @ output.T, torch.arange(len(batch[1])), reduction="sum")
+
+
+counting = points(Counting)
+centered = points(lambda: Centered(6, 3))
+contrastive = dataclasses.replace(points(lambda: torch.nn.Linear(6, 3)), loss=sw.Loss(sum=_contrast))
+uncounted = dataclasses.replace(
+    points(lambda: torch.nn.Linear(6, 3)), loss=dataclasses.replace(sw.losses.cross_entropy, count=lambda _: 0)
 )

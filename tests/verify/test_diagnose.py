@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import msgspec
 import pytest
 import torch
 
@@ -212,3 +213,12 @@ def test_a_gradient_that_is_not_finite_in_one_process_is_no_fault_of_the_plan():
     (finding,) = diagnose(evidence(gradients=nothing, expected_gradients=nothing))
     assert finding.cause == "not finite in one process"
     assert finding.parameter == "w"
+
+
+def test_a_buffer_that_counts_forward_passes_is_named_as_such():
+    counted = [msgspec.structs.replace(traced(rank), buffers={"b": (6.0, 6.0)}) for rank in range(2)]
+    expected = msgspec.structs.replace(evidence().expected, buffers={"b": (3.0, 3.0)})
+    parted = Comparison(worst=gap("buffer", "b"), first=gap("buffer", "b"), deviating=("b",), largest={})
+    (finding,) = diagnose(evidence(comparison=parted, traced=counted, again=counted, expected=expected))
+    assert finding.cause == "state between forward passes"
+    assert "buffer b is 2 times that of one process" in finding.evidence

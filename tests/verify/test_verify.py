@@ -128,3 +128,24 @@ def test_report_survives_json_and_has_its_tables():
     assert summary_line(report) == "jobs: 1 passed; 3 steps on 2 ranks beside one process"
     assert markdown_table([report]).splitlines()[0] == "| plan | jobs x 2 |"
     assert markdown_table([report]).splitlines()[2].startswith("| `ddp` | ")
+
+
+@pytest.mark.parametrize(
+    ("job", "cause", "words"),
+    [
+        ("counting", "state between forward passes", "runs 2 micro-batches a step where one process runs 1"),
+        ("contrastive", "loss over the whole batch", "rows given twice make Loss.sum and Loss.count"),
+        ("centered", "model or loss over the whole batch", "depends on the other rows of its micro-batch"),
+    ],
+)
+def test_a_job_that_no_split_of_the_batch_gives_is_named_as_such(job, cause, words):
+    report = report_on(["ddp+accumulation=2"], job=job, steps=1)
+    (finding,) = report.verdicts[0].findings
+    assert finding.cause == cause
+    assert words in finding.evidence
+    assert any("share a micro-batch" in note for note in report.notes) == (job == "contrastive")
+
+
+def test_a_loss_that_counts_nothing_is_refused_before_any_plan_is_tried():
+    with pytest.raises(InputError, match=r"Loss\.count is 0 over the whole global batch"):
+        report_on(None, job="uncounted", steps=1)

@@ -72,6 +72,25 @@ cross_entropy = Loss(sum=_class_sum)
 token_cross_entropy = Loss(sum=_token_sum, count=count_tokens)
 """One class per token: output [rows, length, vocabulary], target [rows, length], -100 ignored."""
 
+
+def weighted_cross_entropy(weights: Tensor) -> Loss:
+    """One class per row, each weighted by its class: what torch's cross_entropy(weight=...) is over the global batch.
+
+    The count is the sum of the weights of the targets, so that neither ranks nor micro-batches change the mean.
+    """
+
+    def total(output: Tensor, batch: Any) -> Tensor:
+        import torch
+
+        return torch.nn.functional.cross_entropy(output, batch[-1], weight=weights.to(output), reduction="sum")
+
+    def count(batch: Any) -> Tensor:
+        targets = batch[-1]
+        return weights.double().to(targets.device)[targets[targets != IGNORE]].sum()
+
+    return Loss(sum=total, count=count)
+
+
 squared_error = Loss(sum=_squared_sum, count=_element_count)
 """Mean over all elements of the target."""
 

@@ -61,6 +61,8 @@ class Traced(msgspec.Struct, kw_only=True):
     """Whether a step moved the random generator although dropout is off."""
     drawn_by: str = ""
     """The first module that did so in the first step; of the reference in plain PyTorch only."""
+    remarks: list[str] = msgspec.field(default_factory=list)
+    """On the job's loss; of the reference in plain PyTorch only."""
     imported: list[str] = msgspec.field(default_factory=list)
     """Modules that the training imported."""
 
@@ -121,7 +123,7 @@ def _train(  # noqa: PLR0917 - positions of one private caller
     for batch in step.feed if variant is None else vary(step.feed, variant):
         watch.before(batch)
         watch.after(step(batch))
-    return watch.seen
+    return msgspec.structs.replace(watch.seen, remarks=getattr(step, "remarks", []))
 
 
 class _Watch:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from shardwise.data.generators import untouched_generators
 from shardwise.data.rows import cut_rows
 from shardwise.parallel.keyed_masks import KeyedMasks
 from shardwise.step.output_rows import OutputRows
+from shardwise.verify.compare import relative_gaps
 from shardwise.verify.evidence import Cell
 
 if TYPE_CHECKING:
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
 
     from shardwise.data.feed import MicroBatch
     from shardwise.job import Job
+
+
+_RUNS = 3
+"""Enough to see what changes with every forward pass, or with every second one."""
 
 
 def take_apart(job: Job, model: nn.Module, readers: Sequence[Sequence[MicroBatch]]) -> list[list[Cell]]:
@@ -45,6 +51,15 @@ def _cell(job: Job, model: nn.Module, micro_batch: MicroBatch) -> Cell:
     job.loss.sum_of(output, batch).backward()
     gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
     return Cell(gradients=gradients, count=job.loss.count_of(batch, rows))
+
+
+def repeat_gap(job: Job, model: nn.Module, micro_batch: MicroBatch) -> float:
+    """Return how far the gradients of one micro-batch are apart when `model` runs it again, and once more."""
+    found = []
+    for _ in range(_RUNS):
+        with untouched_generators():
+            found.append(_cell(job, model, micro_batch).gradients)
+    return max((gap for again in found[1:] for gap in relative_gaps(again, found[0]).values()), default=0.0)
 
 
 def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:

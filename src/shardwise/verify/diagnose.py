@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 from shardwise.verify.compare import SMALL, relative_gaps
 from shardwise.verify.gradient_causes import (
+    depends_on_grouping,
     double_scaling,
     mean_of_means,
     missing_all_reduce,
     no_gradient,
     skipped_last,
     skipped_micro_batch,
+    state_between_passes,
     wrong_shard,
     wrong_tied_shard,
 )
@@ -156,12 +158,28 @@ def stale_buffers(evidence: Evidence) -> Finding | None:
         for each in evidence.traced
         if any(gap > first.limit for gap in _print_gaps(each.buffers, wanted).values())
     )
+    counting = _counts_passes(evidence, first.name)
+    if counting:
+        return Finding(cause="state between forward passes", evidence=counting, parameter=first.name, ranks=ranks)
     return Finding(
         cause="stale buffers",
         evidence=f"parameters agree, but {len(evidence.comparison.deviating)} buffers differ from those of one process"
         f" on ranks {list(ranks)}, {first.name} most",
         parameter=first.name,
         ranks=ranks,
+    )
+
+
+def _counts_passes(evidence: Evidence, name: str) -> str:
+    """Say of a buffer that is as many times that of one process as a step has micro-batches; else nothing."""
+    times, key = evidence.micro_batches, name.partition(" [")[0]
+    wanted = evidence.expected.buffers.get(key, (0.0, 0.0))[1]
+    found = {each.buffers[key][1] for each in evidence.traced if key in each.buffers}
+    if times < 2 or not wanted or not all(math.isclose(each, times * wanted) for each in found):
+        return ""
+    return (
+        f"buffer {key} is {times} times that of one process, and {evidence.plan.layout} runs {times} micro-batches a"
+        " step: it counts forward passes"
     )
 
 
@@ -219,6 +237,8 @@ HYPOTHESES: tuple[Callable[[Evidence], Finding | None], ...] = (
     unsynced_clipping,
     wrong_update,  # then what makes it useless to look at the gradient of the step
     no_gradient,
+    state_between_passes,  # then what is the job's own doing: the plan adds up what its micro-batches give
+    depends_on_grouping,
     missing_all_reduce,
     double_scaling,
     wrong_tied_shard,

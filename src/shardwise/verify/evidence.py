@@ -64,6 +64,8 @@ class Evidence:
     """Micro-batches that each reader was given in `step`."""
     cells: Sequence[Sequence[Cell]] = ()
     """By reader and micro-batch, at the weights of one process."""
+    repeat_gap: float = 0.0
+    """How far the gradient of one micro-batch is apart when the model runs it again, with the same random numbers."""
     uses: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     """Of a parameter that several modules share, the gradient by module."""
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -28,6 +28,43 @@ def no_gradient(evidence: Evidence) -> Finding | None:
     )
 
 
+def state_between_passes(evidence: Evidence) -> Finding | None:
+    """Whether a model changes from one forward pass to the next, and the plan has more of them than one process."""
+    has_more = evidence.micro_batches > 1 or evidence.plan.layout.pp > 1
+    if not has_more or evidence.repeat_gap <= max(SAME, evidence.tolerance):
+        return None
+    return Finding(
+        cause="state between forward passes",
+        evidence=f"the gradient of one micro-batch of step {evidence.step} is {evidence.repeat_gap:.1e} apart when the"
+        " model runs it again: it counts forward passes, or keeps something from one to the next, and"
+        f" {evidence.plan.layout} runs {evidence.micro_batches} micro-batches a step where one process runs 1",
+        step=evidence.step,
+    )
+
+
+def depends_on_grouping(evidence: Evidence) -> Finding | None:
+    """Whether the plan has exactly the sum over its micro-batches, and the job itself is not such a sum."""
+    cells = [cell for row in evidence.cells for cell in row if cell.count]
+    if len(cells) < 2 or not evidence.is_explained_by(mean_gradient(cells)):
+        return None
+    counts = (
+        f"the gradient of step {evidence.step} is exactly that of the {len(cells)} micro-batches, summed and divided"
+    )
+    if evidence.expected.remarks:
+        return Finding(
+            cause="loss over the whole batch",
+            evidence=f"{counts} by their count, and {evidence.expected.remarks[0]}",
+            step=evidence.step,
+        )
+    return Finding(
+        cause="model or loss over the whole batch",
+        evidence=f"{counts} by their count, and one process with all rows in one has another: what the model or the"
+        " loss computes for a row depends on the other rows of its micro-batch (minibatch statistics, prototypes,"
+        " contrastive terms)",
+        step=evidence.step,
+    )
+
+
 def missing_all_reduce(evidence: Evidence) -> Finding | None:
     """Whether ranks kept their own gradient of a parameter, and together they have the right one."""
     split = evidence.split

@@ -11,7 +11,7 @@ import torch
 from shardwise.parallel.apply import unwrap
 from shardwise.train.build import build_step
 from shardwise.verify.capture import grads_file, local_file, values_file
-from shardwise.verify.cells import by_module, take_apart, tied_names
+from shardwise.verify.cells import by_module, repeat_gap, take_apart, tied_names
 from shardwise.verify.diagnose import diagnose
 from shardwise.verify.double import true_double
 from shardwise.verify.evidence import Evidence
@@ -103,6 +103,7 @@ def _take_apart(world: World, bench: Bench, case: Case, folder: Path, values: di
         "locals": [each["gradients"] for each in locals_],
         "micro_batches": len(readers[0]),
         "cells": take_apart(job, model, readers),
+        "repeat_gap": repeat_gap(job, model, readers[0][0]),
         "tied": tied_names(model),
         "uses": by_module(job, model, readers),
     }

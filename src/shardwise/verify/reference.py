@@ -25,6 +25,7 @@ from shardwise.parallel.probe import trainable_of
 from shardwise.parallel.seeds import seed_generators
 from shardwise.parallel.weights import fill_parameters
 from shardwise.step.held import Held
+from shardwise.step.loss_check import LossCheck, refuse_uncounted
 from shardwise.step.step import StepReport
 from shardwise.train.build import check_fit, draw_up, make_feed
 
@@ -60,6 +61,9 @@ class PlainTraining:
         self._job = job
         self._before_update = before_update
         self._number = 0
+        self.remarks: list[str] = []
+        """On the loss of the job, from the check that every training makes."""
+        self._loss_check: LossCheck | None = LossCheck(job.loss, self.remarks.append)
 
     def __call__(self, batch: StepBatch) -> StepReport:
         """Train on one global batch."""
@@ -72,9 +76,15 @@ class PlainTraining:
         for micro_batch in batch.micro_batches:
             with self._masked(micro_batch):
                 output = job.forward(self.model, micro_batch.batch)
-            loss = job.loss.sum(output, micro_batch.batch)
+            loss = job.loss.sum_of(output, micro_batch.batch)
+            if self._loss_check is not None and self._loss_check(output, micro_batch.batch, micro_batch):
+                self._loss_check = None
             (loss / count).backward()
             sums.append(loss.detach())
+        self._loss_check = None
+        total = torch.stack(sums).sum()
+        if not batch.denominator:
+            refuse_uncounted(total)
         self._before_update()
         norm = None
         if job.clip_norm is not None:
@@ -84,7 +94,6 @@ class PlainTraining:
             optimizer.step()
         self.model.zero_grad()
         self._number += 1
-        total = torch.stack(sums).sum()
         lr = self._rates[0] * factor
         return StepReport(number, batch.cursor, total, batch.samples, batch.denominator, lr, norm, float(skipped))
 

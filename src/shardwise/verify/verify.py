@@ -95,7 +95,8 @@ def verify(
             made_for=made_for,
         )
         precision, notes = bench.exact(precision)
-        preload(bench.one(precision).traced[0].imported)
+        one = bench.one(precision).traced[0]
+        preload(one.imported)
         for name in names:
             began = time.perf_counter()
             verdict = judge(bench, name, nproc, precision, resumed_as=names if resume else None)
@@ -109,7 +110,7 @@ def verify(
         steps=steps,
         precision=precision,
         beside="a run that nobody stopped" if resume else "one process",
-        notes=(_NOTES[masks], *_BACKEND_NOTES.get(backend, ()), *notes),
+        notes=(_NOTES[masks], *_BACKEND_NOTES.get(backend, ()), *notes, *one.remarks),
         verdicts=tuple(verdicts),
     )
 
