@@ -30,7 +30,15 @@ def make(**changes):
     return sw.Job(**{**fields, **changes})
 
 
+class MLP(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        block = lambda: torch.nn.ModuleDict({"up": torch.nn.Linear(64, 96), "down": torch.nn.Linear(96, 64)})
+        self.layers, self.head = torch.nn.ModuleList(block() for _ in range(2)), torch.nn.Linear(64, 10)
+
+
 job = make()
+mlp = make(model=MLP)
 no_data = make(data=sw.datasets.idx_folder("no/such/folder"))
 no_train = make(data=lambda split: None)
 no_module = make(model=lambda: 3)
@@ -54,6 +62,11 @@ untied = decoder(tie_head=False)
 QUICK = {
     "typo in a key": (["job.py", "--set", "batchsize=8"], "'batch_size'"),
     "typo in a nested key": (["job.py", "--set", "optimizer.lrr=1"], "'lr'"),
+    "key of a section by itself": (["job.py", "--set", "lr=1e-4"], "did you mean 'optimizer.lr'?"),
+    "typo in a section": (["job.py", "--set", "optimiser.lr=1"], "did you mean 'optimizer.lr'?"),
+    "key as an option": (["job.py", "--lr", "1e-4"], "there is no option --lr: use --set optimizer.lr=VALUE"),
+    "option like no other": (["job.py", "--verbosity", "2"], "--verbosity: shardwise train --help lists them"),
+    "preset with another number": (["job.py", "--nproc", "2", "--plan", "zero5"], "not a preset, a product or a .toml"),
     "no equals sign": (["job.py", "--set", "batch_size"], "key=value"),
     "batch smaller than the world": (["job.py", "--nproc", "4", "--set", "batch_size=3"], "smaller than the 4 ranks"),
     "batch that does not divide": (["job.py", "--nproc", "3", "--set", "batch_size=64"], "63 or 66"),
@@ -82,7 +95,14 @@ QUICK = {
 
 STRATEGIES = {
     "tp that does not divide the heads": (["job.py:untied", "--nproc", "3", "--plan", "tp"], "use tp 1, 2 or 4"),
-    "tp without rules": (["job.py", "--nproc", "2", "--plan", "tp"], "tensor_rules="),
+    "tp without rules": (
+        ["job.py", "--nproc", "2", "--plan", "tp"],
+        'give Job(tensor_rules={"1": "column_gathered"}), have them proposed (shardwise verify job.py --propose-rules)',
+    ),
+    "tp without rules for a pair": (
+        ["job.py:mlp", "--nproc", "2", "--plan", "tp"],
+        '{"layers.*.up": "column", "layers.*.down": "row"}), have them proposed (shardwise verify job.py:mlp --pro',
+    ),
     "pp beyond the layers": (["job.py:untied", "--nproc", "4", "--plan", "pp"], "use pp = 2"),
     "pp of a model without layers": (["job.py", "--nproc", "2", "--plan", "pp"], "repeated blocks"),
     "pp of a tied model": (["job.py:tied", "--nproc", "2", "--plan", "pp"], "embed.weight and head.weight"),
@@ -179,6 +199,15 @@ def test_refused_by_the_ranks_before_the_first_step(folder, capfd, arguments, wo
 )
 def test_refused_by_the_command_line(folder, capfd, arguments, word):
     check(folder, capfd, arguments, word)
+
+
+@pytest.mark.parametrize("verb", [[], ["watch"], ["plan"], ["checkpoint", "convert"]])
+def test_a_command_without_arguments_prints_its_help_in_lines(capfd, verb):
+    assert main(verb) == 2
+    shown = capfd.readouterr().err.splitlines()
+    assert shown[0].startswith(" ".join(["Usage: shardwise", *verb]))
+    assert "Options:" in shown
+    assert any(line.endswith("Show this message and exit.") for line in shown)
 
 
 def test_world_size_without_rank(folder, capfd, monkeypatch):

@@ -7,6 +7,9 @@ import time
 
 from rich.console import Console
 
+from shardwise.run.failure import describe_failure
+from shardwise.run.launch_events import launch_log
+from shardwise.train.stop import StoppedError
 from shardwise.watch.drawing import bounds, draw_curve
 from shardwise.watch.terminal import picture, show_live, show_once
 from shardwise.watch.view import RunView
@@ -50,6 +53,24 @@ def test_run_of_a_plain_script_shows_what_its_launcher_told(tmp_path):
     assert "train.py" in text
     assert "failed: ValueError: no" in text
     assert "2 processes started on node0" in text
+
+
+def test_rank_table_of_a_stopped_run_is_readable_in_80_and_120_columns(tmp_path):
+    run = large_run(tmp_path / "run", ranks=2, steps=2_000, per_event=20)
+    stopped = StoppedError("asked to stop, saved at step 17", fix="run it again to continue")
+    with launch_log(run) as log:
+        for rank in range(2):
+            log.exit(rank, stopped.exit_code, stopped=True, failure=describe_failure(stopped, rank))
+        log.finish("stopped", restarts=1)
+    for width in (80, 120):
+        lines = drawn(run, width=width).splitlines()
+        heading = next(number for number, line in enumerate(lines) if line.startswith("rank "))
+        # No column is cut short; "for" and "behind", without a value for ranks that are gone, are left out.
+        assert lines[heading].split() == ["rank", "host", "device", "phase", "step", "memory", "state"]
+        for rank in range(2):
+            found = lines[heading + 1 + rank]
+            assert "…" not in found.partition("stopped:")[0]
+            assert "stopped: asked to stop" in found, (width, found)
 
 
 def test_terminal_that_knows_ascii_only_still_shows_the_run(tmp_path, monkeypatch):

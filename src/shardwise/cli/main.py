@@ -9,7 +9,8 @@ from itertools import takewhile
 import click
 
 from shardwise.cli.lazy import LazyGroup
-from shardwise.cli.one_voice import end
+from shardwise.cli.one_voice import end, with_job_file
+from shardwise.cli.set_keys import unknown_option
 from shardwise.errors import ShardwiseError
 from shardwise.run.console import say
 from shardwise.run.exitcodes import BAD_INPUT, INTERRUPTED
@@ -60,9 +61,18 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except click.ClickException as error:
-        return end(BAD_INPUT, f"shardwise: {' '.join(error.format_message().split())}")
+        return end(BAD_INPUT, _text_of(error))
     except ShardwiseError as error:
         if "--debug" in takewhile(lambda argument: argument.startswith("-"), arguments):
             traceback.print_exc()
-        return end(error.exit_code, f"shardwise: {error}")
+        return end(error.exit_code, f"shardwise: {with_job_file(str(error), *arguments)}")
     return result if isinstance(result, int) else 0
+
+
+def _text_of(error: click.ClickException) -> str:
+    """Return what to print for a command line that click refuses: one sentence, or the help if nothing was typed."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        return error.format_message()
+    if isinstance(error, click.NoSuchOption):
+        return f"shardwise: {unknown_option(error)}"
+    return f"shardwise: {' '.join(error.format_message().split())}"

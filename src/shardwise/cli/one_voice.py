@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 
 from shardwise.environment import MPI_STARTERS, Identity, identify
@@ -12,6 +13,9 @@ from shardwise.run.exitcodes import BAD_INPUT
 
 _PATIENCE_S = 10.0
 """How much later than the others rank 0 may come to the same end: ranks that share few cores import one by one."""
+
+_JOB = "JOB.py"
+"""What packages that know no command line write for the job file in a fix."""
 
 
 def end(code: int, words: str) -> int:
@@ -28,6 +32,12 @@ def end(code: int, words: str) -> int:
         time.sleep(_PATIENCE_S)
     complain(words)
     os._exit(code)  # without MPI's farewell, in which ranks wait for each other
+
+
+def with_job_file(sentence: str, *arguments: str) -> str:
+    """Return an error's sentence with the job file that is among the arguments, in place of the JOB.py of its fix."""
+    own = next((each for each in arguments if re.fullmatch(r"[^=]+\.py(:\w+)?", each)), _JOB)
+    return sentence.replace(_JOB, own)
 
 
 def _identity() -> Identity:

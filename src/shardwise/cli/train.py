@@ -13,6 +13,7 @@ import click
 from shardwise.cli.equality_options import equality_options, settle_equality
 from shardwise.cli.hang_options import hang_options, settle_hang, start_guard
 from shardwise.cli.node_options import node_options, settle_nodes
+from shardwise.cli.one_voice import with_job_file
 from shardwise.cli.place_options import place_options
 from shardwise.cli.saving_options import saving_options, settle_saving
 from shardwise.cli.sinks import HELP, checked_sinks
@@ -160,7 +161,8 @@ def split_settings(job: str, settings: tuple[str, ...]) -> tuple[JobReference, d
     """Give each --set to the job or to the plan, whichever has a field of that name."""
     import dataclasses
 
-    from shardwise.errors import InputError, nearest
+    from shardwise.cli.set_keys import nearest_key
+    from shardwise.errors import InputError
     from shardwise.job import Job, refer
     from shardwise.job.overrides import parse_overrides
     from shardwise.plan import Plan
@@ -171,7 +173,7 @@ def split_settings(job: str, settings: tuple[str, ...]) -> tuple[JobReference, d
     for key in overrides:
         name = key.partition(".")[0]
         if name not in job_fields | plan_fields:
-            raise InputError(f"--set {key}: there is no key {name!r}", fix=nearest(name, job_fields | plan_fields))
+            raise InputError(f"--set {key}: there is no key {name!r}", fix=nearest_key(key))
     of_job = {key: value for key, value in overrides.items() if key.partition(".")[0] in job_fields}
     of_plan = {key: value for key, value in overrides.items() if key not in of_job}
     return refer(job, of_job), of_plan
@@ -281,7 +283,7 @@ def _conclude(ranks: RanksSpec, launched: Launched, run: RunDirectory, *, is_fir
     if cause is not None and cause.failure is not None and cause.failure.exit_code == BAD_INPUT and not run.has_trained:
         if click.get_current_context().find_root().params["debug"]:
             complain(cause.failure.traceback)
-        complain(f"shardwise: {cause.failure.message}")
+        complain(f"shardwise: {with_job_file(cause.failure.message, click.get_current_context().params['job'])}")
         run.remove()
         return BAD_INPUT
     complain(explain_outcome(outcome, run))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -47,9 +49,6 @@ _HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_hea
 
 _WIDTHS = ("embed_dim", "hidden_size", "all_head_size", "inner_dim", "d_model", "n_embd", "dim", "width")
 
-_EXAMPLE = 'give Job(tensor_rules={"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"})'
-_NO_RULES = f"{_EXAMPLE}, have them proposed (shardwise verify JOB.py --propose-rules), or use tp 1"
-
 
 def find_rules(module: nn.Module, given: Mapping[str, str] | str | None) -> Mapping[str, str]:
     """Return name pattern -> style for `module`: the job's rules, the model's own, or transformers' plan.
@@ -59,7 +58,10 @@ def find_rules(module: nn.Module, given: Mapping[str, str] | str | None) -> Mapp
     asked = as_rules(given)
     rules = _own_rules(module) if asked is None else dict(asked)
     if not rules:
-        raise PlanError(f"{type(module).__name__} has no rules for tensor parallelism", fix=_NO_RULES)
+        raise PlanError(
+            f"{type(module).__name__} has no rules for tensor parallelism",
+            fix=f"{_example(module)}have them proposed (shardwise verify JOB.py --propose-rules), or use tp 1",
+        )
     names = [name for name, _ in module.named_modules()]
     for pattern, style in rules.items():
         if style not in STYLES:
@@ -69,6 +71,24 @@ def find_rules(module: nn.Module, given: Mapping[str, str] | str | None) -> Mapp
     for name, style in styles_by_name(module, rules).items():
         _check_kind(name, module.get_submodule(name), style)
     return rules | _adapter_rules(rules, names)
+
+
+def _example(module: nn.Module) -> str:
+    """Return advice with rules for linear modules of this very model; empty where it has none."""
+    others = [name for name, part in module.named_modules() if not is_plain_linear(part)]
+    linears: dict[str, Any] = {}
+    for name, part in module.named_modules():
+        pattern = _general(name)
+        if is_plain_linear(part):
+            linears[name if any(matches(pattern, other) for other in others) else pattern] = part
+    rules = dict.fromkeys([*linears][:1], "column_gathered")
+    widest = 0
+    for (first, column), (second, row) in pairwise(linears.items()):
+        outputs = column.weight.shape[is_transposed(column)]
+        inputs = row.weight.shape[not is_transposed(row)]
+        if inputs == outputs > widest:  # what one gives may be what the other takes; the widest are those of an MLP
+            widest, rules = outputs, {first: "column", second: "row"}
+    return f"give Job(tensor_rules={json.dumps(rules)}), " if rules else ""
 
 
 def _adapter_rules(rules: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:

@@ -6,7 +6,7 @@ import re
 from typing import Literal
 
 from shardwise.errors import LayoutError, PlanError, nearest
-from shardwise.layout import Layout, parse_layout
+from shardwise.layout import AXES, Layout, parse_layout
 
 Zero = Literal[0, 1, 2, 3]
 
@@ -27,8 +27,12 @@ def preset_degrees(name: str, world_size: int) -> tuple[Layout, Zero]:
         return _hybrid(world_size), 3
     if name in {"tp", "pp", "cp"}:
         return Layout(**{name: world_size}), 0
-    if re.fullmatch(r"[a-z]+[0-9]+(\.[a-z]+[0-9]+)*|one", name) is None:
-        raise PlanError(f"plan {name!r} is no preset, product or .toml file", fix=nearest(name, ["auto", *PRESETS]))
+    is_product = re.fullmatch(r"[a-z]+[0-9]+(\.[a-z]+[0-9]+)*|one", name) is not None
+    is_typo = "." not in name and name.rstrip("0123456789") not in {"one", "ep", *AXES}  # such as zero5
+    if not is_product or is_typo:
+        raise PlanError(
+            f"plan {name!r} is not a preset, a product or a .toml file", fix=nearest(name, ["auto", *PRESETS])
+        )
     return _product(name, world_size)
 
 

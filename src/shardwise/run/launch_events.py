@@ -8,7 +8,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from shardwise.run.events import EventLog
-from shardwise.run.exitcodes import describe_exit
+from shardwise.run.exitcodes import PREEMPTED, describe_exit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -45,7 +45,9 @@ class LaunchLog:
 
     def exit(self, rank: int, code: int, *, stopped: bool, failure: Failure | None) -> None:
         """A rank has ended, well or badly; `stopped` if it was asked to. A negative code is a signal."""
-        said = f"{failure.kind}: {(failure.message.splitlines() or [''])[0]}" if failure is not None else ""
+        said = (failure.message.splitlines() or [""])[0] if failure is not None else ""
+        if failure is not None and failure.exit_code != PREEMPTED:  # one that stopped as asked tells of no error
+            said = f"{failure.kind}: {said}"
         self._write("exit", rank=rank, code=code, stopped=stopped, words=said or describe_exit(code))
 
     def restart(self, number: int, most: int, cause: str) -> None:

@@ -97,7 +97,7 @@ class Saving:
         if is_stopping:
             self.finish()
             words = NOT_SAVED if self._last_saved != step.number else f"saved at step {step.number}"
-            raise StoppedError(f"asked to stop, {words}", fix="run it again to go on")
+            raise StoppedError(f"asked to stop, {words}", fix="run it again to continue")
         step.mark("data", step.number)
 
     def save(self, step: Step, evaluation: dict[str, float]) -> None:

@@ -18,7 +18,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StoppedError(ShardwiseError):
-    """The training saved its state and left because it was asked to; run it again to go on."""
+    """The training saved its state and left because it was asked to; run it again to continue."""
 
     exit_code = PREEMPTED
 

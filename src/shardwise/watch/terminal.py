@@ -35,6 +35,7 @@ _PIPE = (110, 50)
 _STATES = {"running": "bold blue", "finished": "bold green", "done": "green"}
 _MOODS = {"good": "green", "warn": "yellow", "bad": "red"}
 _CHART_LINES = 5
+_NOTHING = "-"
 
 
 def show_once(view: RunView) -> None:
@@ -155,31 +156,43 @@ def _charts(curves: dict[str, Curve], width: int, *, braille: bool) -> list[Rend
 _CURVES = (("loss", "loss", "blue"), ("samples/s", "throughput", "cyan"))
 
 
+_FIGURES = ("for", "step", "behind", "memory")
+"""Columns of the rank table that hold numbers."""
+
+
 def _ranks(alike: list[Alike], status: RunStatus) -> Table:
+    """One row for ranks that are alike; columns that hold nothing are left out, and the last one takes what is left."""
+    rows = [_row(same, status) for same in alike]
+    names = [name for name in rows[0] if any(row[name] != _NOTHING for row in rows)]
     table = Table(box=None, pad_edge=False, header_style="dim", expand=True)
-    for name in ("rank", "host", "device", "phase", "for", "step", "behind", "memory", "state"):
-        table.add_column(name, justify="right" if name in {"for", "step", "behind", "memory"} else "left", no_wrap=True)
-    for same in alike:
-        worst = same.worst
-        since = worst.since is not None and worst.state == "running"
-        table.add_row(
-            rank_spans(same.ranks) if same.ranks else same.words,
-            same.host,
-            same.device,
-            worst.phase or "-",
-            time_words(max(0.0, status.now - (worst.since or 0.0))) if since else "-",
-            count_words(worst.step),
-            _lag(worst.lag_s, worst.lag_steps),
-            byte_words(same.memory_bytes),
-            Text(f"{worst.state}: {worst.words}" if worst.words else worst.state, _STATES.get(worst.state, "red")),
-            style="bold red" if (worst.lag_s or 0.0) >= LATE_S else "",
-        )
+    for name in names:
+        # rich narrows the columns that may wrap: that is the last alone, whose text is cut short rather than wrapped.
+        table.add_column(name, justify="right" if name in _FIGURES else "left", no_wrap=name != names[-1])
+    for same, row in zip(alike, rows, strict=True):
+        table.add_row(*(row[name] for name in names), style="bold red" if (same.worst.lag_s or 0.0) >= LATE_S else "")
     return table
+
+
+def _row(same: Alike, status: RunStatus) -> dict[str, str | Text]:
+    worst = same.worst
+    since = worst.since is not None and worst.state == "running"
+    text = f"{worst.state}: {worst.words}" if worst.words else worst.state
+    return {
+        "rank": rank_spans(same.ranks) if same.ranks else same.words,
+        "host": same.host,
+        "device": same.device or _NOTHING,
+        "phase": worst.phase or _NOTHING,
+        "for": time_words(max(0.0, status.now - (worst.since or 0.0))) if since else _NOTHING,
+        "step": count_words(worst.step),
+        "behind": _lag(worst.lag_s, worst.lag_steps),
+        "memory": byte_words(same.memory_bytes),
+        "state": Text(text, _STATES.get(worst.state, "red"), no_wrap=True, overflow="ellipsis"),
+    }
 
 
 def _lag(seconds: float | None, steps: int | None) -> str:
     if seconds is None:
-        return "-"
+        return _NOTHING
     return time_words(seconds) + (f", {steps} step{'' if steps == 1 else 's'}" if steps else "")
 
 
