@@ -36,8 +36,8 @@ def away(rank, sequence=4, quiet_s=12.0, **more):
     return RankStatus(rank=rank, progress=(at(sequence),), quiet_s=quiet_s, **more)
 
 
-def doing(kind="", *, moving=False, cores=0.0, function="load", place="/x/data.py:41", inside=""):
-    return Activity(function, place, inside, kind, moving, cores)
+def doing(kind="", *, moving=False, cores=0.0, bytes_per_s=0.0, function="load", place="/x/data.py:41", inside=""):
+    return Activity(function, place, inside, kind, moving, cores, bytes_per_s)
 
 
 def world(*statuses):

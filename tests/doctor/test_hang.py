@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from doctor.collectives import WORLD, at, away, call, doing, waiting, world
-from shardwise.doctor.hang import BUSY, HARD, decide
+from shardwise.doctor.hang import BUSY, decide
 from shardwise.run.calls import GroupKey
 
 THREE = [waiting(rank) for rank in range(3)]
@@ -54,11 +54,16 @@ def test_a_rank_of_which_nothing_is_known_is_not_blamed():
         ({"activity": doing(moving=True)}, BUSY),
         ({"activity": doing("compiles")}, BUSY),
         ({"activity": doing("saves or loads a checkpoint")}, BUSY),
-        ({"activity": doing(cores=0.9)}, HARD),
+        ({"activity": doing(cores=0.9)}, BUSY),
+        ({"activity": doing(bytes_per_s=1e6)}, BUSY),
+        ({"activity": doing(cores=0.01, bytes_per_s=100.0)}, 1),
+        ({"activity": doing("evaluates")}, BUSY),
+        ({"activity": doing("copies files")}, BUSY),
         ({"activity": doing("waits for data")}, 1),
         ({"activity": doing("waits for data", moving=True)}, 1),
         ({"activity": doing("waits for data", moving=True, cores=0.9)}, BUSY),
-        ({"activity": doing("waits for data"), "first_batch": True, "loads": True}, HARD),
+        ({"activity": doing("waits for data", bytes_per_s=1e6)}, BUSY),
+        ({"activity": doing("waits for data"), "first_batch": True, "loads": True}, BUSY),
         ({"phase": "save"}, BUSY),
         ({"phase": "evaluate"}, BUSY),
         ({"phase": "forward"}, 1),

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from shardwise.doctor.stacks import Sample, cpu_seconds, describe_activity, process_state, request_stacks
+from shardwise.doctor.stacks import Sample, cpu_seconds, describe_activity, io_bytes, process_state, request_stacks
 from shardwise.run.stack_text import Frame, parse_stack
 
 USER = Frame("/home/me/train.py", 41, "main")
@@ -46,9 +46,17 @@ def test_the_users_innermost_frame_is_the_place():
         (SAVE, "saves or loads a checkpoint"),
         (EVAL_FRAME, ""),
         (USER, ""),
+        (Frame("/env/lib/python3.11/site-packages/numpy/lib/_npyio_impl.py", 5, "save"), "saves or loads a checkpoint"),
+        (Frame("/usr/lib/python3.11/shutil.py", 5, "copyfileobj"), "copies files"),
+        (Frame("/usr/lib/python3.11/subprocess.py", 5, "wait"), "waits for a program it started"),
+        (Frame("/home/me/train.py", 5, "evaluate"), "evaluates"),
+        (Frame("/home/me/train.py", 5, "run_validation_epoch"), "evaluates"),
+        (Frame("/home/me/train.py", 5, "save_state"), "saves or loads a checkpoint"),
+        (Frame("/home/me/train.py", 5, "train_and_evaluate"), ""),
+        (Frame("/env/lib/python3.11/site-packages/other/loop.py", 5, "evaluate"), ""),
     ],
 )
-def test_the_files_of_a_stack_tell_its_kind(frame, kind):
+def test_files_and_the_users_functions_show_what_a_stack_is_about(frame, kind):
     assert describe_activity(samples((frame, USER))).kind == kind
 
 
@@ -64,6 +72,16 @@ def test_a_loop_within_one_function_stays_where_it_is():
 
 def test_processor_time_is_counted_between_the_first_and_the_last_look():
     assert describe_activity(samples((USER,), (USER,), (USER,), cpu=0.8)).cores == pytest.approx(0.8)
+
+
+def test_bytes_are_counted_between_the_first_and_the_last_look():
+    looks = [Sample((USER,), 0.0, float(at), at * 500) for at in range(4)]
+    assert describe_activity(looks).bytes_per_s == pytest.approx(500)
+
+
+def test_bytes_that_a_process_reads_and_writes_count(sleeper, tmp_path):
+    process = sleeper(f"open({str(tmp_path / 'f')!r}, 'wb').write(bytes(1 << 20))")
+    assert io_bytes(process.pid) >= 1 << 20
 
 
 def test_without_a_stack_nothing_is_said():

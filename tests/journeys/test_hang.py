@@ -251,7 +251,7 @@ from torch.utils.data import DataLoader, Dataset
 class Data(Dataset):
     def __len__(self): return 8
     def __getitem__(self, index):
-        if index == 0 and rank == 1: time.sleep(5)
+        if index == 0 and rank == 1: time.sleep(14)
         return torch.ones(4)
 
 def evaluate(seconds):
@@ -260,6 +260,14 @@ def evaluate(seconds):
     with torch.no_grad():
         while time.time() < end:
             model(torch.ones(64, 256)).sum().item()
+
+def score(seconds):
+    end, total = time.time() + seconds, 0
+    while time.time() < end:
+        total += 1
+
+def validate(seconds):
+    time.sleep(seconds)
 
 def save(seconds):
     state, end = {str(i): torch.zeros(1_000_000) for i in range(20)}, time.time() + seconds
@@ -279,13 +287,13 @@ elif kind == "compile":
         torch._inductor.config.force_disable_caches = True
         torch.compile(lambda x: (x.sin() @ x).softmax(-1))(torch.ones(64, 64))
 elif rank == 0:
-    {"evaluate": evaluate, "save": save}[kind](7)
+    {"evaluate": evaluate, "save": save, "score": score, "validate": validate}[kind](14)
 dist.barrier()
 """
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("kind", ["steps", "batch", "evaluate", "save", "compile"])
+@pytest.mark.parametrize("kind", ["steps", "batch", "evaluate", "save", "compile", "score", "validate"])
 def test_what_takes_long_is_no_hang(tmp_path, kind):
     (tmp_path / "calm.py").write_text(CALM)
     done = launch(tmp_path, "calm.py", kind)

@@ -117,6 +117,17 @@ def test_groups_of_nccl_are_followed_beside_the_others(tmp_path, nccl):
     assert (found.completed, found.pending.sequence, found.pending.what.text) == (NUMBER - 1, NUMBER, "float32[4]")
 
 
+def test_a_rank_that_ends_leaves_no_collective_behind_in_which_it_seems_to_wait(tmp_path, nccl):
+    ring = CallRing(tmp_path / "a.calls")
+    thread = FlightThread(ring, lambda _name: ring.intern(WORLD))
+    thread._look()
+    thread._look()
+    thread._end()
+    reader = CallReader(tmp_path / "a.calls")
+    reader.refresh()
+    assert [flight.pending for flight in reader.flights() if flight.enqueued == NUMBER] == [None]
+
+
 def test_a_group_of_nobody_is_not_looked_for_at_every_look(tmp_path, nccl, monkeypatch):
     looks = []
     real = flight._dump

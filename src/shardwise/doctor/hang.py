@@ -15,13 +15,16 @@ from shardwise.run.rank_words import name_ranks
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-BUSY, HARD = 30, 6
-"""How many times the limit is waited for a rank that is busy with something known, or seen to get on; and for one that
-computes in one place, or loads its first batch."""
+BUSY = 30
+"""How many times the limit is waited for a rank that is seen to be busy: at the default limit five minutes. Nothing
+tells an evaluation that computes in one place from a loop without an end, and to stop a healthy run costs more than to
+stop a stuck one late; a note names the rank after the limit in any case."""
 KNOWN_S = 300.0
 """What a rank gets at least that is busy with something known: how long one compiles is not a matter of the limit."""
 _CORES = 0.1
 """Processors from which on a rank counts as computing: one that sleeps uses hundredths, and machines are shared."""
+_BYTES_PER_S = 1 << 14
+"""Bytes from which on a rank counts as reading or writing: more than a progress bar or a log prints."""
 _PHASES = {"save": "saves a checkpoint", "evaluate": "evaluates", "start": "starts", "end": "ends"}
 
 
@@ -81,11 +84,17 @@ class RankStatus:
         doing = self.activity
         if self.state != "running" or self.waits:
             return limit_s
-        if self.phase in _PHASES or (doing is not None and (doing.kind not in {"", DATA})):
+        is_known = self.phase in _PHASES or self.first_batch or (doing is not None and doing.kind not in {"", DATA})
+        if is_known:
             return max(BUSY * limit_s, KNOWN_S)
-        if doing is not None and doing.is_moving and (doing.kind != DATA or doing.cores >= _CORES):
-            return BUSY * limit_s
-        return HARD * limit_s if self.first_batch or (doing is not None and doing.cores >= _CORES) else limit_s
+        return BUSY * limit_s if doing is not None and _gets_on(doing) else limit_s
+
+
+def _gets_on(doing: Activity) -> bool:
+    """Whether a rank is seen to do something; a data loader that polls its workers moves, and does nothing."""
+    if doing.cores >= _CORES or doing.bytes_per_s >= _BYTES_PER_S:
+        return True
+    return doing.is_moving and doing.kind != DATA
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from shardwise.doctor.hang import Progress, RankStatus, Wait
-from shardwise.doctor.stacks import Sample, cpu_seconds, describe_activity, process_state, request_stacks
+from shardwise.doctor.stacks import Sample, cpu_seconds, describe_activity, io_bytes, process_state, request_stacks
 from shardwise.run import calls
 from shardwise.run.call_reader import Call, CallReader
 from shardwise.run.recorder import last_mark
@@ -138,7 +138,7 @@ class RankView:
             text = file.read()
         stack = parse_stack(text, self._reader.header(calls.MAIN_THREAD))
         if stack:
-            self._samples.append(Sample(stack, cpu_seconds(self.pid), time.time()))
+            self._samples.append(Sample(stack, cpu_seconds(self.pid), time.time(), io_bytes(self.pid)))
         self._asked_at = -1
         return text
 

@@ -15,29 +15,37 @@ if TYPE_CHECKING:
 
     from shardwise.run.stack_text import Stack
 
-_KNOWN = (
+DATA = "waits for data"
+_SAVES = "saves or loads a checkpoint"
+_FILES = (
     (
         r"/torch/_inductor/(?!runtime)|/torch/_dynamo/(convert_frame|symbolic_convert|output_graph)|/triton/compiler",
         "compiles",
     ),
-    (
-        r"/torch/serialization\.py|/torch/distributed/checkpoint/|/safetensors/|/shardwise/checkpoint/",
-        "saves or loads a checkpoint",
-    ),
-    (r"/torch/utils/data/", "waits for data"),
+    (r"/torch/serialization\.py|/torch/distributed/checkpoint/|/safetensors/|/shardwise/checkpoint/", _SAVES),
+    (r"/numpy/lib/_?npyio|/joblib/numpy_pickle|/h5py/|/zarr/", _SAVES),
+    (r"/torch/utils/data/", DATA),
+    (r"/(shutil|tarfile|zipfile)\.py$|/(fsspec|s3fs|gcsfs|botocore|boto3|huggingface_hub)/", "copies files"),
+    (r"/subprocess\.py$", "waits for a program it started"),
 )
 """Files that tell what a stack is about."""
-DATA = "waits for data"
+_FUNCTIONS = (
+    (r"_*(run_|do_)?(eval|evaluate|evaluation|validate|validation)(_\w+)?", "evaluates"),
+    (r"_*(run_|do_)?(save|upload|export)(_\w+)?", _SAVES),
+)
+"""Names of the user's functions that do: a pause inside of them is meant to be there."""
 _CLOCK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One look at a rank: the stack of its main thread, and the seconds of processor time it has used so far."""
+    """One look at a rank: the stack of its main thread, and what it has used so far, its children included."""
 
     stack: Stack
     cpu_s: float
     at: float
+    io_bytes: int = 0
+    """Read and written: files, pipes and terminals, not sockets."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +58,13 @@ class Activity:
     inside: str
     """Function that this line called, if that is not the user's own; else empty."""
     kind: str = ""
-    """Of a known kind: "compiles", "saves or loads a checkpoint", "waits for data", "evaluates"."""
+    """Of a known kind: "compiles", "saves or loads a checkpoint", "waits for data", "evaluates" and the like."""
     is_moving: bool = False
     """It was found in different places."""
     cores: float = 0.0
     """Processors that it and its children kept busy."""
+    bytes_per_s: float = 0.0
+    """That it and its children read and wrote."""
 
 
 def request_stacks(pid: int, number: int) -> bool:
@@ -86,11 +96,16 @@ def describe_activity(samples: Sequence[Sample]) -> Activity | None:
         kind=kinds[-1] if len(set(kinds)) == 1 else "",
         is_moving=len({_shape(sample.stack) for sample in seen}) > 1,
         cores=(seen[-1].cpu_s - seen[0].cpu_s) / elapsed if elapsed > 0 else 0.0,
+        bytes_per_s=(seen[-1].io_bytes - seen[0].io_bytes) / elapsed if elapsed > 0 else 0.0,
     )
 
 
 def _kind(stack: Stack) -> str:
-    return next((kind for pattern, kind in _KNOWN if any(re.search(pattern, frame.file) for frame in stack)), "")
+    for pattern, kind in _FILES:
+        if any(re.search(pattern, frame.file) for frame in stack):
+            return kind
+    own = [frame.function for frame in stack if frame.is_users]
+    return next((kind for pattern, kind in _FUNCTIONS if any(re.fullmatch(pattern, name) for name in own)), "")
 
 
 def _shape(stack: Stack) -> tuple[object, ...]:
@@ -101,6 +116,11 @@ def _shape(stack: Stack) -> tuple[object, ...]:
 def cpu_seconds(pid: int) -> float:
     """Return the processor time that a process and its living descendants have used; 0 where it cannot be seen."""
     return sum(_own_cpu(one) for one in _family(pid))
+
+
+def io_bytes(pid: int) -> int:
+    """Return the bytes that a process and its living descendants have read and written; 0 where it cannot be seen."""
+    return sum(_own_io(one) for one in _family(pid))
 
 
 def _family(pid: int) -> Iterable[int]:
@@ -118,6 +138,14 @@ def _family(pid: int) -> Iterable[int]:
 def _own_cpu(pid: int) -> float:
     fields = _stat(pid)
     return (int(fields[11]) + int(fields[12])) * _CLOCK_S if fields else 0.0
+
+
+def _own_io(pid: int) -> int:
+    try:
+        text = Path(f"/proc/{pid}/io").read_text()
+    except OSError:  # another user's, or gone
+        return 0
+    return sum(int(count) for count in re.findall(r"^[rw]char: (\d+)", text, re.MULTILINE))
 
 
 def process_state(pid: int) -> str:

@@ -55,9 +55,16 @@ class FlightThread:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(1.0)
-        if getattr(sys, "last_value", None) is not None:  # an exception that nobody caught ends this process
-            with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):
+            if getattr(sys, "last_value", None) is not None:  # an exception that nobody caught ends this process
                 self._copy_last()
+            else:
+                self._clear_pending()
+
+    def _clear_pending(self) -> None:
+        """Take back what was stuck at the last look: nobody looks again, and to end a process may take seconds."""
+        for number, now in self._before.items():
+            self._write(number, now, (0, 0, 0, 0))
 
     def _copy_last(self) -> None:
         """Write down the last collective of each group: one that failed counts as done, and is where its rank ended."""
