@@ -41,7 +41,23 @@ def test_a_block_that_shares_a_weight_with_others_is_no_unit():
             super().__init__()
             self.inner = nn.Linear(2, 2)
 
+        def forward(self, x):
+            return self.inner(x)
+
     assert [unit.name for unit in find_units(Tied())] == ["blocks.0", "blocks.2", ""]
+
+
+def test_blocks_are_found_in_holders_without_a_forward():
+    def layer():
+        return nn.ModuleDict({"mix": nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(2)))})
+
+    model = nn.Module()
+    model.layers = nn.ModuleList(layer() for _ in range(2))
+    assert find_blocks(model) == {}
+    model.layers = nn.ModuleList(
+        nn.ModuleDict({"all": nn.ModuleList([nn.TransformerEncoderLayer(2, 1, 2)])}) for _ in "ab"
+    )
+    assert list(find_blocks(model)) == ["layers.0.all.0", "layers.1.all.0"]
 
 
 def test_units_hold_shapes_and_no_memory():

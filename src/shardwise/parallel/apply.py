@@ -16,10 +16,12 @@ from shardwise.parallel.fused_loss import fuse_head
 from shardwise.parallel.gradsync import GradSync, NoSync, ReplicaSync, ShardSync, SummedSync
 from shardwise.parallel.parameter_rules import attributes_of, restore_attributes
 from shardwise.parallel.recompute import recompute_block
+from shardwise.parallel.reduced_list import ReducedList
 from shardwise.parallel.replicated import replicate
-from shardwise.parallel.sharded import set_prefetch, shard_unit
+from shardwise.parallel.sharded import check_sharded, set_prefetch, shard_unit, unshardable
 from shardwise.parallel.support import uses_ddp
 from shardwise.parallel.tensor import tensor_parallel
+from shardwise.parallel.unit_order import keep_unit_order
 from shardwise.parallel.weights import fill_buffers, fill_parameters
 
 if TYPE_CHECKING:
@@ -98,6 +100,7 @@ def compile_parts(module: nn.Module, plan: Plan, place: Place, _: Blueprint) -> 
 def lay_out(module: nn.Module, plan: Plan, place: Place, blueprint: Blueprint) -> nn.Module:
     """Give parameters their values and cut them, unit by unit: no rank ever holds more than one unit whole."""
     mesh = place.axis(*plan.reader_axes) if plan.zero >= 2 else None
+    check_sharded(module, plan)
     parts = dict(module.named_modules())
     for unit in blueprint.units:
         if blueprint.weights is not None:
@@ -109,12 +112,25 @@ def lay_out(module: nn.Module, plan: Plan, place: Place, blueprint: Blueprint) -
     if mesh is None:
         module.to(place.device)
     else:
-        set_prefetch([parts[unit.name] for unit in blueprint.units if unit.name in parts], plan.communication.prefetch)
+        finish_sharding(module, plan, place, blueprint)
     for buffer in module.buffers():
         buffer.data = buffer.data.to(place.device)
     if blueprint.weights is not None:
         fill_buffers(module, blueprint.buffers, blueprint.weights, place.device)
     return module
+
+
+def finish_sharding(module: nn.Module, plan: Plan, place: Place, blueprint: Blueprint) -> None:
+    """Have sharded units gathered ahead and in one order on all data-parallel ranks; called on every rank."""
+    for parameter in unshardable(module):
+        parameter.data = parameter.data.to(place.device)
+    parts = dict(module.named_modules())
+    units = {unit.name: parts[unit.name] for unit in blueprint.units if isinstance(parts.get(unit.name), FSDPModule)}
+    set_prefetch(list(units.values()), plan.communication.prefetch)
+    inner = {name: unit for name, unit in units.items() if name}
+    # Of a pipeline, stages run when the schedule says; its blocks are layers that every micro-batch passes.
+    if inner and place.host_readers is not None and plan.layout.pp == 1 and isinstance(module, FSDPModule):
+        keep_unit_order(module, inner, place.host_readers)
 
 
 def replicate_parameters(module: nn.Module, plan: Plan, place: Place, _: Blueprint) -> nn.Module:
@@ -151,8 +167,15 @@ def gradient_sync(model: nn.Module, plan: Plan, place: Place) -> GradSync:
     every = plan.gradient_sync == "every"
     if isinstance(model, DistributedDataParallel):
         return ReplicaSync(model, every=every)
-    if isinstance(model, FSDPModule):
-        return ShardSync(model, every=every)
+    sharded = [stage for stage in stages_of(model) if isinstance(stage, FSDPModule)]
+    if sharded:
+        return ShardSync(
+            sharded,
+            ReducedList(model, place.host_readers),
+            every=every,
+            replicated=[parameter for parameter in unshardable(model) if parameter.requires_grad],
+            group=place.readers,
+        )
     if place.readers is not None and plan.zero < 2:
         return SummedSync([parameter for parameter in model.parameters() if parameter.requires_grad], place.readers)
     return NoSync()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from shardwise.errors import JobError, some_of
 from shardwise.parallel.buckets import in_buckets
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.fsdp import FSDPModule
     from torch.nn.parallel import DistributedDataParallel
+
+    from shardwise.parallel.reduced_list import ReducedList
 
 
 class GradSync(Protocol):
@@ -33,6 +36,9 @@ class GradSync(Protocol):
 
     def finish_held(self) -> None:
         """Sum the gradients that `hold` kept back; communicates, on every rank."""
+
+    def has_gradient(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank's own backward reached a parameter; asked after the first step's, before `finish_held`."""
 
     def finish(self) -> None:
         """Sum what backward has not; called once a step after the last backward, communicates."""
@@ -60,6 +66,10 @@ class NoSync:
     def finish_held(self) -> None:
         """Nothing was kept back."""
 
+    def has_gradient(self, parameter: nn.Parameter) -> bool:
+        """Look whether it has one."""
+        return parameter.grad is not None
+
     def finish(self) -> None:
         """Nothing to sum."""
 
@@ -79,40 +89,98 @@ class ReplicaSync(NoSync):
         self._model = model
         self._every = every
         self.gain = dist.get_world_size(model.process_group)
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._reached: set[int] = set()
+        # Where DDP looks for unused parameters, the others' gradients are in theirs when the first backward ends.
+        watched = self._parameters if model.find_unused_parameters else []
+        self._watches = [parameter.register_post_accumulate_grad_hook(self._reach) for parameter in watched]
 
     def accumulate(self) -> AbstractContextManager[object]:
         """Keep DDP's all-reduce back, unless every micro-batch is to be summed."""
         return nullcontext() if self._every else self._model.no_sync()
 
     def hold(self) -> AbstractContextManager[object]:
-        """Keep DDP's all-reduce back."""
-        return self._model.no_sync()
+        """Keep DDP's all-reduce back, unless it looks for unused parameters itself.
+
+        DDP remembers which parameters a held-back backward used, and asks for their gradients in the next one.
+        """
+        return nullcontext() if self._model.find_unused_parameters else self._model.no_sync()
 
     def finish_held(self) -> None:
         """Average what was kept back; communicates over DDP's group."""
-        parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        sum_gradients(parameters, self._model.process_group, divisor=self.gain)
+        if not self._model.find_unused_parameters:
+            sum_gradients(self._parameters, self._model.process_group, divisor=self.gain)
+
+    def _reach(self, parameter: Tensor) -> None:
+        self._reached.add(id(parameter))
+
+    def has_gradient(self, parameter: nn.Parameter) -> bool:
+        """Look whether backward came by."""
+        return id(parameter) in self._reached if self._watches else parameter.grad is not None
+
+    def finish(self) -> None:
+        """Refuse parameters that this rank did not use: other ranks wait for their buckets, which it never sent."""
+        while self._watches:
+            self._watches.pop().remove()
+        if self._model.find_unused_parameters or self._model.static_graph:
+            return
+        if all(parameter.grad is not None for parameter in self._parameters):
+            return
+        named = self._model.module.named_parameters()
+        unused = [name for name, each in named if each.requires_grad and each.grad is None]
+        if len(unused) < len(self._parameters):  # without any, nothing was sent at all
+            raise JobError(
+                f"parameters that got gradients in the first step got none on rank {dist.get_rank()}"
+                f" ({some_of(unused)}), and DDP waits for them on the other ranks",
+                fix="use them in every step, or --set communication.find_unused_parameters=true",
+            )
 
 
 class ShardSync(NoSync):
-    """FSDP2 sums and cuts gradients during backward; without that it keeps whole gradients for the next one."""
+    """FSDP2 sums and shards gradients during backward; without that it keeps whole gradients for the next one."""
 
-    def __init__(self, model: FSDPModule, *, every: bool) -> None:
-        """`every` cuts after each micro-batch: less memory, more traffic."""
-        self._model = model
+    def __init__(
+        self,
+        models: Sequence[FSDPModule],
+        reduced: ReducedList,
+        *,
+        every: bool,
+        replicated: Sequence[nn.Parameter],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """`every` reduces after each micro-batch: less memory, more traffic.
+
+        `models` are the root units of this rank; the gradients of `replicated` parameters are summed over `group`.
+        """
+        self._models = models
+        self._reduced = reduced
         self._every = every
+        self._replicated = replicated
+        self._group = group
 
     def accumulate(self) -> AbstractContextManager[object]:
-        """Keep whole gradients, unless every micro-batch is to be summed and cut."""
+        """Keep whole gradients, unless every micro-batch is to be reduced."""
         return nullcontext() if self._every else self._without_sync()
+
+    def has_gradient(self, parameter: nn.Parameter) -> bool:
+        """Ask what was reduced: a sharded gradient is there on every rank."""
+        return self._reduced.is_used(parameter) or (not isinstance(parameter, DTensor) and parameter.grad is not None)
+
+    def finish(self) -> None:
+        """Leave no gradient where no rank has one, and sum those of replicated parameters; communicates."""
+        self._reduced.finish()
+        if self._replicated and self._group is not None:
+            sum_gradients(self._replicated, self._group)
 
     @contextmanager
     def _without_sync(self) -> Iterator[None]:
-        self._model.set_requires_gradient_sync(False)
+        for model in self._models:
+            model.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self._model.set_requires_gradient_sync(True)
+            for model in self._models:
+                model.set_requires_gradient_sync(True)
 
 
 class SummedSync(NoSync):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.parallel.buckets import in_buckets
 from shardwise.parallel.collectives import gather_flat
@@ -63,24 +63,33 @@ class Optimized:
 
 
 def make_optimizer(
-    factory: OptimizerFactory, named: Named, *, shard_mesh: DeviceMesh | None, on_host: bool
+    factory: OptimizerFactory,
+    named: Named,
+    *,
+    shard_mesh: DeviceMesh | None,
+    on_host: bool,
+    replica_mesh: DeviceMesh | None = None,
 ) -> Optimized:
     """Return the job's optimizer over `named`; called on every rank.
 
     With `shard_mesh` its parameters, and so its states, are this rank's rows of each (ZeRO-1); `on_host` keeps them
-    on the CPU. Either way a step leaves the model's own parameters whole and new.
+    on the CPU. Either way a step leaves the model's own parameters whole and new. Where FSDP2 shards parameters over
+    `replica_mesh`, those that it left whole become DTensors too: optimizers take one kind of tensor at a time.
     """
-    if shard_mesh is None and not on_host:
+    pieces: dict[str, _Piece] = {}
+    for name, parameter in named:
+        is_plain = not isinstance(parameter, DTensor)
+        if shard_mesh is not None and is_plain and parameter.ndim:
+            pieces[name] = _Piece(parameter, shard_mesh, on_host=on_host)
+        elif replica_mesh is not None and is_plain:
+            pieces[name] = _Piece(parameter, replica_mesh, on_host=on_host, is_cut=False)
+        elif shard_mesh is not None or on_host:
+            pieces[name] = _Piece(parameter, None, on_host=on_host)
+    if not pieces:
         return Optimized(optimizer=factory(named), named=named)
-    pieces = [
-        _Piece(
-            parameter, shard_mesh if parameter.ndim and not isinstance(parameter, DTensor) else None, on_host=on_host
-        )
-        for _, parameter in named
-    ]
-    owned = [(name, piece.owned) for (name, _), piece in zip(named, pieces, strict=True)]
+    owned = [(name, pieces[name].owned if name in pieces else parameter) for name, parameter in named]
     optimizer = factory(owned)
-    bridge = _Bridge(pieces, shard_mesh)
+    bridge = _Bridge(list(pieces.values()), shard_mesh)
     bridge.attach(optimizer)
     return Optimized(optimizer=optimizer, named=owned, refresh=bridge.refresh)
 
@@ -88,12 +97,13 @@ def make_optimizer(
 class _Piece:
     """This rank's rows of one parameter, as the optimizer sees them."""
 
-    def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh | None, *, on_host: bool) -> None:
+    def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh | None, *, on_host: bool, is_cut: bool = True) -> None:
+        """With a `mesh` the optimizer sees a DTensor on it, of this rank's rows, or unless `is_cut` of the whole."""
         self.parameter = parameter
-        self.is_cut = mesh is not None
+        self.is_cut = mesh is not None and is_cut
         self.on_host = on_host
         self.rows = parameter.shape[0] if parameter.ndim else 0
-        size, place = (mesh.size(), mesh.get_local_rank()) if mesh is not None else (1, 0)
+        size, place = (mesh.size(), mesh.get_local_rank()) if mesh is not None and is_cut else (1, 0)
         self.rows_per_rank = -(-self.rows // size)
         self.first = min(self.rows, place * self.rows_per_rank)
         self.num_rows = min(self.rows, self.first + self.rows_per_rank) - self.first
@@ -102,8 +112,9 @@ class _Piece:
         wrapped: Tensor = owned
         if mesh is not None:
             home = mesh if not on_host else host_mesh(mesh)
+            placements = [Shard(0)] if is_cut else [Replicate()] * mesh.ndim
             wrapped = DTensor.from_local(
-                owned, home, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
+                owned, home, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
             )
         elif isinstance(mine, DTensor):
             wrapped = DTensor.from_local(

@@ -73,6 +73,10 @@ class OuterSync:
         """Sum within the replica what was kept back."""
         self._inner.finish_held()
 
+    def has_gradient(self, parameter: nn.Parameter) -> bool:
+        """Ask what sums within a replica."""
+        return self._inner.has_gradient(parameter)
+
     @torch.no_grad()
     def finish(self) -> None:
         """Sum within the replica; the weights before the first update of a round are its anchor."""

@@ -25,6 +25,8 @@ class Place:
     """Axes of degree over 1, by their names in the layout; None for a world of one."""
     readers: dist.ProcessGroup | None
     """The ranks that hold the same piece of the model and read other samples, or other tokens of them; None for one."""
+    host_readers: dist.ProcessGroup | None = None
+    """The ranks of `readers`, for small values of the host."""
     context: dist.ProcessGroup | None = None
     """The ranks that share the sequences of one reader, in the order of their slices; None where nothing is cut."""
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from shardwise.errors import JobError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from torch import nn
 
@@ -23,10 +23,12 @@ def trainable_of(named: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, n
 
 
 def without_gradient(
-    named: Iterable[tuple[str, nn.Parameter]], group: dist.ProcessGroup | None
+    named: Iterable[tuple[str, nn.Parameter]],
+    group: dist.ProcessGroup | None,
+    has_gradient: Callable[[nn.Parameter], bool],
 ) -> dict[int, list[str]]:
     """Return trainable parameters that have no gradient, by rank of `group`; communicates over it."""
-    mine = sorted(name for name, parameter in named if parameter.requires_grad and parameter.grad is None)
+    mine = sorted(name for name, parameter in named if parameter.requires_grad and not has_gradient(parameter))
     if group is None or dist.get_backend(group) == "fake":
         return {0: mine} if mine else {}
     everyone: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]

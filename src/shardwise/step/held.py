@@ -45,18 +45,22 @@ def states_of(optimized: Optimized) -> dict[str, Tensor]:
 def make_states(optimized: Optimized, saved: Forms) -> None:
     """Give the optimizer the states that `saved` names, as PARAMETER/KEY.
 
-    A state shaped like its parameter is cut as that is; any other (a step count) is whole on every rank.
+    A state shaped like its parameter is sharded as that is; any other (a step count) is whole on every rank. Beside a
+    scalar parameter the count is the one that torch's optimizers call "step".
     """
     for name, parameter in optimized.named:
         prefix = f"{name}/"
         state = optimized.optimizer.state[parameter]
         for full, (shape, dtype) in saved.items():
             if full.startswith(prefix):
-                state[full.removeprefix(prefix)] = _like(parameter, shape, dtype, optimized.optimizer)
+                key = full.removeprefix(prefix)
+                is_like = tuple(parameter.shape) == shape and (bool(shape) or key != "step")
+                state[key] = _like(parameter, shape, dtype, None if is_like else optimized.optimizer)
 
 
-def _like(parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype, optimizer: Optimizer) -> Tensor:
-    if tuple(parameter.shape) == shape and shape:
+def _like(parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype, optimizer: Optimizer | None) -> Tensor:
+    """Return zeros: without `optimizer` in the form of the parameter, else a count where that optimizer has it."""
+    if optimizer is None:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     group = next(group for group in optimizer.param_groups if any(each is parameter for each in group["params"]))
     return torch.zeros(shape, dtype=dtype, device=parameter.device if counts_on_device(group) else "cpu")

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.data.rows import cut_rows
 from shardwise.parallel.apply import unwrap
+from shardwise.parallel.outside_use import naming_outside_use
 from shardwise.step.optimizer_step import OptimizerStep, measured
 from shardwise.step.step import NOTHING
 
@@ -70,7 +71,8 @@ class PlainStep(OptimizerStep):
             norm.rows = None if rows == filled else (rows, filled)
         is_short = rows < filled and self._loss.by_row
         with self._autocast():
-            with self._keyed(self._trained, micro_batch), self._output_rows.watching(batch) if is_short else NOTHING:
+            watching = self._output_rows.watching(batch) if is_short else NOTHING
+            with self._keyed(self._trained, micro_batch), watching, naming_outside_use(self.model):
                 output = self._forward(self._trained, batch)
             if is_short:
                 output = self._output_rows.cut(output, rows, filled)

@@ -27,8 +27,9 @@ from shardwise.parallel.outer import by_rounds
 from shardwise.parallel.parameter_rules import check_parameters
 from shardwise.parallel.place import Place
 from shardwise.parallel.probe import trainable_of, without_gradient
+from shardwise.parallel.reduced_list import ReducedList
 from shardwise.parallel.seeds import seed_generators
-from shardwise.parallel.sharded import LOWER
+from shardwise.parallel.sharded import LOWER, check_sharded
 from shardwise.parallel.stage_plan import cut_layers
 from shardwise.parallel.stages import count_layers, find_layers, split_stages
 from shardwise.parallel.support import require_supported, uses_ddp
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
     from shardwise.job import Job
     from shardwise.parallel.blueprint import Blueprint
+    from shardwise.parallel.gradsync import GradSync
     from shardwise.parallel.stage_plan import StageCut
     from shardwise.plan import Plan
     from shardwise.step.length import Length
@@ -104,12 +106,13 @@ def build_step(
             trainable,
             shard_mesh=place.axis("shard") if plan.zero == 1 else None,
             on_host=plan.offload.optimizer == "cpu" and plan.offload.parameters == "none",
+            replica_mesh=place.axis(*plan.reader_axes) if plan.zero >= 2 else None,
         ),
         sync=sync,
         update=_make_update(job, plan, world, [parameter for _, parameter in trainable], sync.gain),
         autocast=Autocast(device_type=world.device.type, dtype=LOWER.get(plan.precision.compute)),
         origin=blueprint.weights.words if blueprint.weights is not None else "",
-        after_first_backward=_first_check(named, plan, world, note),
+        after_first_backward=_first_check(named, plan, world, note, sync),
         **vars(around),
     )
     if cut is None:
@@ -219,6 +222,7 @@ def find_place(plan: Plan, world: World) -> Place:
         rank=world.rank,
         mesh=world.mesh(layout) if layout.world_size > 1 else None,
         readers=world.axis_group(layout, plan.reader_axes),
+        host_readers=world.axis_group(layout, plan.reader_axes, on_host=True),
         context=world.axis_group(plan.layout, ("cp",)),
     )
 
@@ -243,6 +247,7 @@ def _first_check(
     plan: Plan,
     world: World,
     note: Callable[[str], None],
+    sync: GradSync,
 ) -> Callable[[], None] | None:
     """Watch the first backward for parameters without gradient; a static graph must not be held back, nor needs it.
 
@@ -251,7 +256,7 @@ def _first_check(
     if plan.communication.static_graph and uses_ddp(plan):
         return None
     group = world.axis_group(plan.layout.folded, ("replicate", "shard"), on_host=True)
-    return lambda: report_missing(without_gradient(named, group), plan, note)
+    return lambda: report_missing(without_gradient(named, group, sync.has_gradient), plan, note)
 
 
 def parallelize(model: nn.Module, plan: Plan, world: World) -> nn.Module:
@@ -273,6 +278,7 @@ def parallelize(model: nn.Module, plan: Plan, world: World) -> nn.Module:
     if plan.capture == "step":
         raise PlanError("the plan captures the step, which your own loop makes", fix="use build_step")
     check_parameters(model, plan)
+    check_sharded(model, plan, by_step=False)
     if plan.precision.parameter == "fp64":
         model = model.double()
     if world.size > 1:
@@ -282,6 +288,8 @@ def parallelize(model: nn.Module, plan: Plan, world: World) -> nn.Module:
     if plan.layout.tp > 1:
         blueprint = replace(blueprint, tensor_rules=find_rules(model, None))
     parallel = apply_plan(blueprint, plan, place)
+    if isinstance(parallel, FSDPModule):
+        ReducedList(parallel, place.host_readers, by_itself=True)
     for part in parallel.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(float(plan.layout.dp))
@@ -319,8 +327,7 @@ def report_missing(missing: dict[int, list[str]], plan: Plan, note: Callable[[st
     if not missing:
         return
     words = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in missing.items())
-    differs = plan.zero >= 2 and (len(missing) < plan.layout.folded.dp or len(set(map(tuple, missing.values()))) > 1)
-    if differs or (uses_ddp(plan) and not plan.communication.find_unused_parameters):
+    if uses_ddp(plan) and not plan.communication.find_unused_parameters:
         raise JobError(
             f"parameters got no gradient in the first step ({words})",
             fix="freeze them, use them, or --set communication.find_unused_parameters=true",
