@@ -12,6 +12,7 @@ from shardwise.doctor.hang import decide, describe_ends, missing_ranks, waiting_
 from shardwise.doctor.looking import RankView
 from shardwise.doctor.mismatch import Comparison
 from shardwise.doctor.neighbours import Neighbours
+from shardwise.doctor.separate import describe_separate
 from shardwise.doctor.straggler import Skew
 from shardwise.run import EventLog
 
@@ -60,6 +61,8 @@ class Guard:
         self._look_s = min(_LOOK_S, limits.after_s / _LOOKS_PER_LIMIT)
         self._neighbours = Neighbours(exchange, self._look_s) if exchange is not None else None
         self._next_look = self._next_sample = 0.0
+        self._is_separate = False
+        """Whether the note on ranks that train separately was given."""
         self._begin()
 
     def follow(self, ranks: range) -> None:
@@ -112,11 +115,21 @@ class Guard:
         for skew in (self._skew, self._torch_skew):
             for text in skew.findings(data_s, now):
                 self._tell("note", text)
+        self._look_for_separate()
         if self._neighbours is not None:
             self._neighbours.share_calls(news)
             ranks = self._consult(self._neighbours, ranks, now)
         if self._neighbours is None or self._neighbours.decides:
             self._look_for_stall(ranks, now)
+
+    def _look_for_separate(self) -> None:
+        if self._is_separate:
+            return
+        steps = {rank: view.separate_steps for rank, view in self._views.items()}
+        text = describe_separate(steps, has_peers=self._neighbours is not None, is_over=self._is_over())
+        if text:
+            self._is_separate = True
+            self._tell("note", text)
 
     def _consult(self, neighbours: Neighbours, own: dict[int, RankStatus], now: float) -> dict[int, RankStatus]:
         """Exchange what is seen with the other nodes, do as node 0 says, and return all ranks that are known of."""

@@ -58,6 +58,11 @@ class RankView:
         """Seconds that the rank has spent waiting for batches so far."""
         return self._reader.header(calls.DATA_TOTAL) / 1e9
 
+    @property
+    def separate_steps(self) -> int:
+        """Optimizer steps that the rank has made without communicating with anybody, as far as they are counted."""
+        return self._reader.header(calls.SEPARATE_STEPS) if self.pid != self._past else 0
+
     def arrivals(self) -> list[Call]:
         """Return the collectives that torch counts and that were not returned before."""
         found = [call for call in self._reader.arrivals() if call.entered > self._arrived_at]

@@ -15,6 +15,7 @@ from shardwise.record.functional import record_functional
 from shardwise.record.imports import when_imported
 from shardwise.record.mlx_calls import WAITS, record_steps
 from shardwise.record.replicas import record_replicas
+from shardwise.record.separate import record_separate_steps
 from shardwise.record.torch_calls import record_batches, record_collectives
 from shardwise.run.calls import CallRing
 
@@ -48,6 +49,7 @@ def start_record(run: RunDirectory, rank: int, world_size: int) -> None:
         {
             _C10D: lambda: _record(ring, world_size),
             "torch.utils.data.dataloader": lambda: record_batches(ring),
+            "torch.optim.optimizer": lambda: record_separate_steps(ring, world_size),
             WAITS: lambda: record_steps(ring, world_size, sys.modules[WAITS]),
         }
     )

@@ -32,6 +32,7 @@ AT_CALLS = AT_ARRIVALS + ARRIVALS * ARRIVAL_WORDS
 AT_TABLE = AT_CALLS + CAPACITY * CALL_WORDS
 WORDS = AT_TABLE + TABLE_BYTES // 8
 IS_MAGIC, PID, STARTED, MAIN_THREAD, STACKS_SIGNAL, COUNT, TABLE_END, DATA_SINCE, DATA_TOTAL, BATCHES, PULSE = range(11)
+SEPARATE_STEPS = 11
 """Places in the header; times are nanoseconds since the epoch, and 0 where there is none."""
 NUMBERS, WHAT, ENTERED, WAITED, LEFT = range(5)
 """Places in a call. What it is are four numbers in one: places of group, operation and source line in the table, and
@@ -39,6 +40,8 @@ whether gradients were being computed. Times that are before ENTERED are of an e
 new call need not clear them: a word that is not written costs nothing where a step has left nothing in the caches."""
 RELEASED = 1
 """Stands in WAITED for a call that goes on by itself, with nobody inside."""
+ENOUGH_SEPARATE_STEPS = 20
+"""Optimizer steps without a process group are counted up to so many: more than a script makes to warm up."""
 PLACE_BITS = 20
 BACKWARD_BIT = 1 << 3 * PLACE_BITS
 NUMBER_BITS = 24
@@ -176,6 +179,10 @@ class CallRing:
     def pulse(self) -> None:
         """Write down that a thread of this process still gets its turn."""
         self._words[PULSE] = time_ns()
+
+    def set_separate_steps(self, count: int) -> None:
+        """Write down how many optimizer steps this rank has made without communicating with anybody."""
+        self._words[SEPARATE_STEPS] = count
 
     def fly(self, slot: int, group: int, enqueued: int, completed: int, pending: tuple[int, int, int, int]) -> None:
         """Write down how far a group's collectives are that C++ issued.
