@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardwise.doctor.crowding import look_at_cores
 from shardwise.doctor.hang import decide, describe_ends, missing_ranks, waiting_ranks
 from shardwise.doctor.looking import RankView
 from shardwise.doctor.mismatch import Comparison
@@ -112,8 +113,9 @@ class Guard:
         for text in self._comparison.findings(last=self._is_over()):
             self._tell("verdict", text)
         data_s = {rank: view.data_s for rank, view in self._views.items()}
+        crowding = look_at_cores({rank: view.pid for rank, view in self._views.items() if view.pid})
         for skew in (self._skew, self._torch_skew):
-            for text in skew.findings(data_s, now):
+            for text in skew.findings(data_s, now, crowding):
                 self._tell("note", text)
         self._look_for_separate()
         if self._neighbours is not None:

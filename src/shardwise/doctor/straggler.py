@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING
 
+from shardwise.doctor.crowding import Crowding
 from shardwise.run.places import short
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Skew:
         self._slow: dict[int, int] = {}
         """In how many windows in a row each rank was slow."""
         self._data: Mapping[int, float] = {}
+        self._crowding = Crowding()
         self._looked_at = 0.0
         self._begin()
 
@@ -63,18 +65,21 @@ class Skew:
         lags.append(lag)
         self._times.append(there[last].entered)
 
-    def findings(self, data_s: Mapping[int, float], now: float) -> list[str]:
+    def findings(self, data_s: Mapping[int, float], now: float, crowding: Crowding | None = None) -> list[str]:
         """Return who is slow, in words, once a window is over; `data_s` are seconds ranks have waited for data so far.
 
-        `now` is in seconds, by any clock.
+        `now` is in seconds, by any clock. `crowding` is how short of cores the ranks are now: one that is late because
+        others had its core is not slow, and every rank takes its turn at that.
         """
+        crowding = crowding or Crowding()
         if not self._data:
-            self._data, self._looked_at = data_s, now
+            self._data, self._crowding, self._looked_at = data_s, crowding, now
         span_s = max(self._times) - min(self._times) if self._times else 0.0
         if span_s < self._window_s or len(self._times) < _FEWEST:
             return []
         late = {rank: _usual_sum(lags) / span_s for rank, lags in self._lags.items()}
         slow = {rank for rank, share in late.items() if share >= _SHARE and share >= _OWN * sum(late.values())}
+        slow -= {rank for rank in slow if self._lacks_cores(rank, late[rank] * span_s, data_s, now, crowding)}
         self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in slow}
         found = [
             self._describe(rank, late[rank], data_s, now)
@@ -82,13 +87,23 @@ class Skew:
             if times == self._windows
         ]
         self._begin()
-        self._data, self._looked_at = data_s, now
+        self._data, self._crowding, self._looked_at = data_s, crowding, now
         return found
 
-    def _describe(self, rank: int, share: float, data_s: Mapping[int, float], now: float) -> str:
+    def _lacks_cores(
+        self, rank: int, lag_s: float, data_s: Mapping[int, float], now: float, crowding: Crowding
+    ) -> bool:
+        by_data = self._waits_for_data(rank, lag_s / max(now - self._looked_at, lag_s), data_s, now)
+        return crowding.explains(self._crowding, rank, lag_s, by_data=by_data)
+
+    def _waits_for_data(self, rank: int, share: float, data_s: Mapping[int, float], now: float) -> bool:
+        """Whether a rank is late for that share of the time because it waits longer for batches than others."""
         waited = {other: data_s[other] - self._data.get(other, 0.0) for other in data_s}
         usual = statistics.median([seconds for other, seconds in waited.items() if other != rank] or [0.0])
-        by_data = waited.get(rank, 0.0) - usual > share / 2 * (now - self._looked_at)
+        return waited.get(rank, 0.0) - usual > share / 2 * (now - self._looked_at)
+
+    def _describe(self, rank: int, share: float, data_s: Mapping[int, float], now: float) -> str:
+        by_data = self._waits_for_data(rank, share, data_s, now)
         why = "it waits longer for data" if by_data else "it computes longer"
         call, lag_s = self._places[rank], _usual(self._lags[rank])
         where = f" at {short(call.site)}" if call.site else ""
