@@ -1,5 +1,6 @@
 """Bugs planted for real in forked ranks: verify names each, with rank, parameter and step."""
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from shardwise.parallel import apply, norm, stage_plan
 from shardwise.parallel.batch_norm import BatchNorm
 from shardwise.parallel.tensor_random import CutRandom
 from shardwise.step import plain, update
-from shardwise.verify import verify
+from shardwise.verify import pulse, verify
 
 JOBS = Path(__file__).parent / "jobs.py"
 
@@ -254,6 +255,21 @@ def test_a_combination_that_trains_wrongly_without_an_error_is_caught(monkeypatc
     monkeypatch.setattr(stage_plan, "SPLIT_BACKWARD", ())  # else it is refused before any process starts
     plan = "pp2.shard2+accumulation=4+pipeline.schedule=interleaved_zero_bubble"
     assert verdict_on(plan, job="untied", nproc=4).status == "failed"
+
+
+def test_a_rank_that_hangs_ends_its_plan_and_every_rank_is_located(plant, monkeypatch):
+    def leave_peers_waiting(right, self, batches, weight):
+        if dist.get_rank() == 1:
+            time.sleep(3600)
+        return right(self, batches, weight)
+
+    monkeypatch.setattr(pulse, "LEAST_S", 2.0)
+    plant(plain.PlainStep, "_accumulate", leave_peers_waiting)
+    finding = finding_on("ddp")
+    assert finding.cause == "hang"
+    assert f"rank 1 is at {__file__}" in finding.evidence
+    assert "leave_peers_waiting" in finding.evidence
+    assert finding.ranks == (0, 1)
 
 
 def test_random_numbers_that_no_switch_stops():

@@ -15,6 +15,7 @@ from shardwise.verify.capture import Traced, trace
 from shardwise.verify.compare import Comparison, Limits, compare, strict_limits
 from shardwise.verify.noise import is_comparable, may_be_noise, measure_noise
 from shardwise.verify.plans import Exact, one_process
+from shardwise.verify.pulse import StuckError, pause_limit_s, read_stuck
 from shardwise.verify.ranks import on_ranks
 from shardwise.verify.variants import Variant
 
@@ -60,6 +61,8 @@ class Bench:
     _ones: dict[tuple[Exact, Variant, int], Record] = field(default_factory=dict)
     _lower: dict[tuple[Precision, Variant], Record] = field(default_factory=dict)
     _noise: dict[Exact, Limits] = field(default_factory=dict)
+    _longest_s: float = 0.0
+    """Longest pause of one process between two moments of a training."""
     _number: int = 0
 
     def run(
@@ -79,12 +82,30 @@ class Bench:
         self._number += 1
         folder = self.folder / str(self._number)
         folder.mkdir()
-        traced = on_ranks(
-            lambda world: trace(world, preparation, plan, folder, variant=variant, close_up=close_up, plain=plain),
-            plan.layout.world_size,
-            timeout_s=self.timeout_s,
-            backend=self.backend,
-        )
+        limit_s = self.timeout_s if plain else pause_limit_s(plan, self._longest_s, self.timeout_s)
+        try:
+            traced = on_ranks(
+                lambda world: trace(
+                    world,
+                    preparation,
+                    plan,
+                    folder,
+                    variant=variant,
+                    close_up=close_up,
+                    plain=plain,
+                    limit_s=limit_s,
+                ),
+                plan.layout.world_size,
+                timeout_s=self.timeout_s,
+                backend=self.backend,
+            )
+        except Exception as error:
+            stuck = read_stuck(folder)
+            if stuck:
+                raise StuckError(limit_s, stuck) from error
+            raise
+        if plain:
+            self._longest_s = max(self._longest_s, traced[0].longest_s)
         return Record(folder=folder, traced=traced, layout=plan.layout)
 
     def one(

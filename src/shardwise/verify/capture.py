@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from shardwise.parallel.keyed_masks import FirstPass
 from shardwise.train.build import build_step
 from shardwise.verify.double import true_double
 from shardwise.verify.prepare import Preparation, prepare_job
+from shardwise.verify.pulse import Pulse, watched
 from shardwise.verify.reference import PlainTraining
 from shardwise.verify.values import Print, fingerprint, pieces, row_digests
 from shardwise.verify.variants import Variant, vary
@@ -63,6 +65,8 @@ class Traced(msgspec.Struct, kw_only=True):
     """The first module that did so in the first step; of the reference in plain PyTorch only."""
     remarks: list[str] = msgspec.field(default_factory=list)
     """On the job's loss; of the reference in plain PyTorch only."""
+    longest_s: float = 0.0
+    """Longest pause between two moments of the training."""
     imported: list[str] = msgspec.field(default_factory=list)
     """Modules that the training imported."""
 
@@ -91,17 +95,21 @@ def trace(
     variant: Variant | None = None,
     close_up: int | None = None,
     plain: bool = False,
+    limit_s: float = math.inf,
 ) -> Traced:
     """Train under `plan` and write down what happens; communicates over the world, on every rank.
 
     Rank 0 writes whole tensors into `folder`; of step `close_up` every rank also writes its own. With `plain` the job
-    is trained in plain PyTorch instead, in the precision of `plan`, which is that of one process.
+    is trained in plain PyTorch instead, in the precision of `plan`, which is that of one process. A rank that makes no
+    progress for `limit_s` ends.
     """
     there = set(sys.modules)
     build = PlainTraining if plain else build_step
-    with true_double() if plan.precision.compute == "fp64" else nullcontext():
-        seen = _train(world, preparation, plan, folder, variant, close_up, build)
-    return msgspec.structs.replace(seen, imported=sorted(set(sys.modules) - there))
+    pulse = Pulse()
+    double = true_double() if plan.precision.compute == "fp64" else nullcontext()
+    with double, watched(pulse, limit_s, world.rank, folder):
+        seen = _train(world, preparation, plan, folder, variant, close_up, build, pulse)
+    return msgspec.structs.replace(seen, longest_s=pulse.longest_s, imported=sorted(set(sys.modules) - there))
 
 
 def _train(  # noqa: PLR0917 - positions of one private caller
@@ -112,11 +120,12 @@ def _train(  # noqa: PLR0917 - positions of one private caller
     variant: Variant | None,
     close_up: int | None,
     build: Callable[..., Step | PlainTraining],
+    pulse: Pulse,
 ) -> Traced:
     job = prepare_job(preparation)
     watch: _Watch
     step = build(job, plan, world, before_update=lambda: watch.gradients())  # noqa: PLW0108 - there is no watch yet
-    watch = _Watch(world, step, folder, close_up)
+    watch = _Watch(world, step, folder, close_up, pulse)
     if variant is not None:
         variant.perturb(step)
     watch.values()
@@ -129,7 +138,9 @@ def _train(  # noqa: PLR0917 - positions of one private caller
 class _Watch:
     """Looks on during one training."""
 
-    def __init__(self, world: World, step: Step | PlainTraining, folder: Path, close_up: int | None) -> None:
+    def __init__(
+        self, world: World, step: Step | PlainTraining, folder: Path, close_up: int | None, pulse: Pulse
+    ) -> None:
         self.seen = Traced(
             rank=world.rank,
             held=_elements(step.held().values.values()),
@@ -140,6 +151,7 @@ class _Watch:
         self._step = step
         self._folder = folder
         self._close_up = close_up
+        self._pulse = pulse
         self._batch: StepBatch | None = None
         self._streams = step.random_state()
         self._first_pass = _watch_draws(step)
@@ -150,12 +162,14 @@ class _Watch:
 
     def before(self, batch: StepBatch) -> None:
         """Note what is read."""
+        self._pulse.beat()
         self._batch = batch
         self.seen.rows.append(row_digests(batch))
         self._streams = self._step.random_state()
 
     def gradients(self) -> None:
         """Note the gradients; communicates over the world."""
+        self._pulse.beat()
         named = list(self._step.gradients().items())
         self.seen.gradients.append(_prints(named))
         self._write(grads_file(self._folder, self._number), full_values(named))
@@ -179,6 +193,7 @@ class _Watch:
 
     def values(self) -> None:
         """Note parameters; write them whole at the start, the end and around the close-up. Communicates."""
+        self._pulse.beat()
         parameters = list(self._step.held().values.items())
         self.seen.parameters.append(_prints(parameters))
         number = self._number

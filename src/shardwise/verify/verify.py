@@ -32,6 +32,7 @@ from shardwise.verify.plans import (
     settle_plan,
 )
 from shardwise.verify.prepare import Preparation
+from shardwise.verify.pulse import StuckError
 from shardwise.verify.ranks import on_ranks, preload, require_meeting
 from shardwise.verify.report import Finding, Gap, PlanVerdict, VerifyReport
 from shardwise.verify.resume import judge_resume
@@ -145,6 +146,11 @@ def judge(
         return _judge_by_value(bench, name, in_precision(plan, precision), precision)
     except InputError as error:
         return PlanVerdict(plan=name, status="refused", reason=str(error))
+    except StuckError as error:
+        ranks = tuple(each.rank for each in error.stuck)
+        return PlanVerdict(
+            plan=name, status="failed", findings=(Finding(cause="hang", evidence=str(error), ranks=ranks),)
+        )
     except Exception as error:  # noqa: BLE001 - a plan that crashes has failed, and the others are still to be seen
         return PlanVerdict(plan=name, status="failed", reason=_crash_words(error))
 
