@@ -84,6 +84,30 @@ class Restless(torch.nn.Linear):
         return super().forward(x) * (1 + torch.rand((), generator=torch.Generator().manual_seed(fresh_seed())))
 
 
+class SinglePrecisionWeight(torch.nn.Linear):
+    """Multiplies by a copy of its weight in fp32, so gradients are rounded to fp32 before ranks sum them."""
+
+    def forward(self, x):
+        rounded = torch.empty_like(self.weight, dtype=torch.float32).copy_(self.weight)
+        return torch.nn.functional.linear(x, rounded.type_as(x), self.bias)
+
+
+class SinglePrecisionTable(torch.nn.Linear):
+    """Adds rows into a table of fp32, which torch refuses to do with rows of fp64."""
+
+    def forward(self, x):
+        table = torch.zeros(len(x), 3, dtype=torch.float32)
+        return table.index_add(0, torch.arange(len(x)), super().forward(x))
+
+
+class SinglePrecisionOutput(torch.nn.Linear):
+    """Returns fp32 whatever it computes in."""
+
+    def forward(self, x):
+        output = super().forward(x)
+        return torch.empty_like(output, dtype=torch.float32).copy_(output)
+
+
 def fresh_seed():
     return int.from_bytes(os.urandom(4))
 
@@ -108,6 +132,10 @@ amplified = points(biased, optimizer=sw.adamw(lr=1e-2, eps=1e-15))
 noisy = points(lambda: Noisy(6, 3))
 attending = points(lambda: torch.nn.Sequential(Attending()))
 restless = points(lambda: Restless(6, 3))
+
+rounding = points(lambda: SinglePrecisionWeight(6, 3))
+single_table = points(lambda: SinglePrecisionTable(6, 3))
+single_output = points(lambda: SinglePrecisionOutput(6, 3))
 
 
 def dropping():

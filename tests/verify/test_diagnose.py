@@ -15,7 +15,7 @@ from shardwise.verify.evidence import Cell, Evidence
 from shardwise.verify.masks import Mask, _watched, judge_masks
 from shardwise.verify.report import Gap
 
-COUNTS = [[3, 5], [7, 1]]
+COUNTS = [[3, 5], [7, 2]]
 """By reader and micro-batch."""
 
 
@@ -114,7 +114,7 @@ def test_one_factor_on_one_parameter_is_not():
 
 def test_a_skipped_micro_batch_is_found_with_either_divisor():
     cells = [row[0] for row in evidence().cells]
-    for divisor in (3 + 7, 3 + 5 + 7 + 1):
+    for divisor in (3 + 7, 3 + 5 + 7 + 2):
         given = with_gradient(**{name: sum(c.gradients[name] for c in cells) / divisor for name in ("w", "v")})
         assert cause(given) == "skipped last micro-batch"
 
@@ -131,6 +131,15 @@ def test_means_of_means_are_told_apart():
         (finding,) = diagnose(with_gradient(**gradient))
         assert finding.cause == "mean of means"
         assert words in finding.evidence
+
+
+def test_a_plain_average_of_equal_counts_is_not_a_mean_of_means():
+    base = evidence()
+    cells = [[dataclasses.replace(cell, count=4) for cell in row] for row in base.cells]
+    average = {n: sum(c.gradients[n] for row in cells for c in row) / 16 for n in "wv"}
+    whole_batch = {"w": tensor(50), "v": tensor(51)}  # a loss that is not a sum over rows
+    given = dataclasses.replace(with_gradient(**average), cells=cells, expected_gradients=whole_batch)
+    assert cause(given) != "mean of means"
 
 
 def test_ranks_that_together_have_the_gradient_miss_an_all_reduce():

@@ -72,6 +72,23 @@ def test_fp32_stays_within_the_measured_noise():
     assert 1e-8 < verdict.worst.relative < verdict.worst.limit < 1e-3
 
 
+@pytest.mark.parametrize(
+    ("job", "note"), [("single_table", "does not train this model in fp64"), ("single_output", "comes out as float32")]
+)
+def test_a_model_that_fp64_does_not_reach_is_compared_in_fp32_with_a_note(job, note):
+    report = report_on(["ddp"], job=job)
+    assert (report.precision, report.verdicts[0].status) == ("fp32", "passed")
+    assert "compared in fp32" in report.notes[1]
+    assert note in report.notes[1]
+
+
+def test_a_model_that_rounds_inside_is_compared_in_fp32_and_the_verdict_gives_the_reason():
+    (verdict,) = report_on(["ddp"], job="rounding").verdicts
+    assert verdict.status == "passed"
+    assert "in fp32" in verdict.measure
+    assert "the model casts to a lower precision" in verdict.measure
+
+
 def test_a_plan_that_changes_numbers_is_judged_by_a_band():
     (verdict,) = report_on(["ddp+precision=bf16"]).verdicts
     assert verdict.status == "passed"

@@ -143,14 +143,17 @@ class Bench:
         return self._lower[key]
 
     def exact(self, asked: Exact) -> tuple[Exact, tuple[str, ...]]:
-        """Return the dtype to compare in, with a note where it is not the one asked for: MLX lacks some of fp64."""
-        if asked == "fp32" or self.made_for == "torch":
+        """Return the dtype to compare in, with a note where a model does not compute in the one asked for."""
+        if asked == "fp32":
             return asked, ()
         try:
-            self.one(asked)
+            dtype = self.one(asked).traced[0].loss_dtype
         except TrainingError as error:
+            self.one("fp32")  # raises when that fails as well: then fp64 is not the reason
             reason = str(error.__cause__).splitlines()[0]
-            return "fp32", (f"compared in fp32: MLX does not train this model in fp64 ({reason})",)
+            return "fp32", (f"compared in fp32: one process does not train this model in fp64 ({reason})",)
+        if dtype not in {"", "float64"}:
+            return "fp32", (f"compared in fp32: the model casts, its loss in fp64 comes out as {dtype}",)
         return asked, ()
 
     def compare(self, record: Record, expected: Record, limits: Limits) -> Comparison:

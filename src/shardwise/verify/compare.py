@@ -43,6 +43,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Elements of parameters that the masks leave out."""
     elements: int = 0
     """Elements of all parameters."""
+    first_gradient: float = 0.0
+    """Noise of the gradients of the first step, before any optimizer amplified it."""
 
     def of(self, kind: Kind, name: str = "") -> float:
         """Return the limit of one value."""

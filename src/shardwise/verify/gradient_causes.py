@@ -127,8 +127,10 @@ def mean_of_means(evidence: Evidence) -> Finding | None:
         "micro-batches of all ranks": [[cell] for row in readers for cell in row],
     }
     for words, parts in groups.items():
-        if len(parts) > 1 and evidence.is_explained_by(plain_average([mean_gradient(part) for part in parts])):
-            counts = [sum(cell.count for cell in part) for part in parts]
+        counts = [sum(cell.count for cell in part) for part in parts]
+        if len(set(counts)) < 2:  # the plain average of equal counts is the mean over all
+            continue
+        if evidence.is_explained_by(plain_average([mean_gradient(part) for part in parts])):
             return Finding(
                 cause="mean of means",
                 evidence=f"the gradient of step {evidence.step} is the plain average over {words}, whose counts differ"

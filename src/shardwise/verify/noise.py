@@ -36,6 +36,8 @@ _AMPLIFIED = {"fp64": EXACT / 10, "fp32": 1e-5}
 _CONDITION = {"fp64": 1e7, "fp32": 1e2}
 """How far above its noise a gradient must be: Adam's update then has a relative error of at most the inverse."""
 
+_LARGEST_DOUBLE = 1e-10
+"""Noise of a first gradient that fp64 can explain: its rounding is 1e-16, that of fp32 6e-8."""
 _LARGEST_NOISE = 1e-3
 """Gaps of losses and gradients above this are not rounding, whatever amplifies it."""
 
@@ -58,12 +60,19 @@ def measure_noise(dtype: Exact, base: Record, others: Sequence[Record], masks: P
         compared=masks,
         left_out=sum(int((~mask).sum()) for mask in compared.values()),
         elements=sum(value.numel() for value in _values(base, "parameters").values()),
+        first_gradient=max(max(relative_gaps(_first(other), _first(base)).values()) for other in others),
     )
 
 
 def is_comparable(limits: Limits) -> bool:
-    """Whether the noise of a job in fp64 leaves limits that still mean something."""
-    return all(limit <= LOOSEST for kind, limit in limits.kinds.items() if kind != "initial value")
+    """Whether the noise of a job in fp64 is that of fp64, and leaves limits that still mean something."""
+    sharp = all(limit <= LOOSEST for kind, limit in limits.kinds.items() if kind != "initial value")
+    return sharp and limits.first_gradient <= _LARGEST_DOUBLE
+
+
+def computes_in_less(limits: Limits) -> bool:
+    """Whether the noise of a job in fp64 is that of a lower precision inside the model, and not of chance."""
+    return _LARGEST_DOUBLE < limits.first_gradient <= _LARGEST_NOISE
 
 
 def may_be_noise(first: Gap) -> bool:
@@ -128,6 +137,11 @@ def _gaps(base: Record, others: Sequence[Record], which: str) -> dict[str, float
 def _values(record: Record, which: str) -> dict[str, Tensor]:
     values: dict[str, Tensor] = _load(values_file(record.folder, len(record.traced[0].losses)))[which]
     return values
+
+
+def _first(record: Record) -> dict[str, Tensor]:
+    gradients: dict[str, Tensor] = _load(grads_file(record.folder, 0))
+    return gradients
 
 
 def _load(path: Path) -> Any:
