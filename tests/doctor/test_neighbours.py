@@ -1,5 +1,7 @@
 """Guards of several nodes: all tell node 0 what they see, and it alone decides."""
 
+import os
+
 from doctor.collectives import away, call, doing, waiting
 from shardwise.doctor.neighbours import Neighbours
 
@@ -14,7 +16,7 @@ class Wires:
 
 class End:
     def __init__(self, wires, node):
-        self.wires, self.node = wires, node
+        self.wires, self.node, self.own_address = wires, node, f"10.0.0.{node + 1}"
 
     def relay(self, body, *, to_all=False):
         for node, inbox in self.wires.inboxes.items():
@@ -36,6 +38,14 @@ def test_a_status_arrives_as_it_was_sent():
     one.share(statuses, quiet_s=5)
     zero.listen(now=100.0)
     assert zero.ranks(now=100.0) == statuses
+
+
+def test_links_are_shared_with_node_0_and_forgotten_when_nothing_follows():
+    zero, one = pair()
+    one.share_links([os.getpid()], now=100.0)
+    zero.listen(now=100.0)
+    assert [(links.node, links.address) for links in zero.links(now=100.0)] == [(1, "10.0.0.2")]
+    assert zero.links(now=110.0) == []
 
 
 def test_nothing_is_said_while_ranks_get_on():

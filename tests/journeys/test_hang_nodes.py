@@ -5,7 +5,7 @@ import re
 import pytest
 
 from beds.namespaces import hosts, why_not
-from journeys.nodes import LAUNCH, start
+from journeys.nodes import LAUNCH, start, wait_until
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "never"),
@@ -86,3 +86,48 @@ def test_a_hang_across_hosts_that_is_stopped_is_a_failure_from_which_all_start_a
     first, second = run(tmp_path, "once", "--max-restarts=1", code=0)
     assert "a verdict stopped the ranks; restart 1 of 1" in first
     assert "a verdict stopped the ranks; restart 1 of 1" in second
+
+
+PARTED = """
+import pathlib, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+step = 0
+while not pathlib.Path("enough").exists():
+    time.sleep(0.05)
+    dist.all_reduce(torch.ones(4))
+    step += 1
+    pathlib.Path(f"step.{dist.get_rank()}").write_text(str(step))
+    enough = torch.tensor(float(pathlib.Path("enough").exists()))
+    dist.all_reduce(enough, op=dist.ReduceOp.MAX)
+    if enough:
+        break
+"""
+
+
+def test_two_nodes_that_lose_each_other_and_both_reach_node_0_are_named_and_go_on_when_the_link_is_back(tmp_path):
+    (tmp_path / "train.py").write_text(PARTED)
+    how = ["--nproc=1", "--nnodes=3", "--master-addr=10.77.0.1", "--hang-after=3", "--run-dir", "run"]
+    with hosts(3, shared=tmp_path) as made:
+        nodes = [
+            start(host, tmp_path, [*LAUNCH, *how, f"--node-rank={number}", "train.py"])
+            for number, host in enumerate(made)
+        ]
+
+        def said():
+            return [node.output() for node in nodes]
+
+        _, one, two = made
+        wait_until((tmp_path / "step.2").exists, 100, said)
+        for verb in ("-A", "-D"):
+            for here, there in ((one, two), (two, one)):
+                here.run(["iptables", verb, "INPUT", "-s", there.address, "-j", "DROP"])
+            if verb == "-A":
+                wait_until(lambda: "gets no answer" in nodes[0].output(), 60, said)
+        wait_until(lambda: "the ranks that waited go on" in nodes[0].output(), 60, said)
+        (tmp_path / "enough").touch()
+        assert [node.wait(60) for node in nodes] == [0, 0, 0], said()
+        first = nodes[0].output()
+    pair = rf"node 1 \({one.name}, {one.address}\) gets no answer from node 2 \({two.name}, {two.address}\)"
+    other = rf"node 2 \({two.name}, {two.address}\) gets no answer from node 1 \({one.name}, {one.address}\)"
+    assert re.search(rf"ranks 0-2 wait in all_reduce #\d+ .*({pair}|{other})", first), first
+    assert first.count("gets no answer") == 1

@@ -13,6 +13,7 @@ from shardwise.doctor.hang import decide, describe_ends, missing_ranks, waiting_
 from shardwise.doctor.looking import RankView
 from shardwise.doctor.mismatch import Comparison
 from shardwise.doctor.neighbours import Neighbours
+from shardwise.doctor.partition import describe_partition
 from shardwise.doctor.separate import describe_separate
 from shardwise.doctor.straggler import Skew
 from shardwise.run import EventLog
@@ -137,6 +138,8 @@ class Guard:
         """Exchange what is seen with the other nodes, do as node 0 says, and return all ranks that are known of."""
         neighbours.listen(now)
         neighbours.share(own, self._limits.after_s / 4)
+        if waiting_ranks(own, self._limits.after_s / 2):
+            neighbours.share_links([view.pid for view in self._views.values()], now)
         for rank in neighbours.missed & set(self._views):
             self._views[rank].ask()
         for text in neighbours.verdicts:
@@ -162,7 +165,8 @@ class Guard:
                 self._views[rank].ask()
             if self._neighbours is not None and suspects - set(self._views):
                 self._neighbours.ask(suspects - set(self._views))
-        stall = decide(ranks, limit_s)
+        network = describe_partition(self._neighbours.links(now)) if self._neighbours is not None else ""
+        stall = decide(ranks, limit_s, network)
         if stall is None:
             self._go_on()
             return

@@ -106,6 +106,8 @@ class Stall:
     """Members that have not come; those that are to blame first."""
     is_verdict: bool
     """Nobody should wait for them any longer; else it is only worth a note."""
+    network: str = ""
+    """Which nodes have lost each other, if that is why; nobody is missing then."""
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -116,7 +118,8 @@ class Stall:
     @property
     def text(self) -> str:
         """The sentence."""
-        return "; ".join([*_waiting_words(self.waiting), *(_missing_words(status) for status in self.missing)])
+        parts = [*_waiting_words(self.waiting), *(_missing_words(status) for status in self.missing)]
+        return "; ".join([*parts, *([self.network] if self.network else [])])
 
 
 def waiting_ranks(ranks: Mapping[int, RankStatus], limit_s: float) -> list[tuple[int, Wait]]:
@@ -133,10 +136,16 @@ def missing_ranks(ranks: Mapping[int, RankStatus], rank: int, wait: Wait) -> lis
     return [status for status in known if not status.has_entered(wait) or status.state == "stopped"]
 
 
-def decide(ranks: Mapping[int, RankStatus], limit_s: float) -> Stall | None:
-    """Return the stall that explains the others, None where everybody gets on or waits for nobody in particular."""
+def decide(ranks: Mapping[int, RankStatus], limit_s: float, network: str = "") -> Stall | None:
+    """Return the stall that explains the others, None where everybody gets on or waits for nobody in particular.
+
+    `network` names nodes that get no answer from each other: whoever waits then waits for that.
+    """
+    waiting = waiting_ranks(ranks, limit_s)
+    if waiting and network:
+        return Stall(waiting=_same(ranks, *waiting[0]), missing=(), is_verdict=True, network=network)
     found: list[tuple[bool, float, Stall]] = []
-    for rank, wait in waiting_ranks(ranks, limit_s):
+    for rank, wait in waiting:
         missing = missing_ranks(ranks, rank, wait)
         if not missing:
             continue

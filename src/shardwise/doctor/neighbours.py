@@ -8,6 +8,7 @@ import msgspec
 
 from shardwise.doctor.call_runs import CallRun, Leads
 from shardwise.doctor.hang import RankStatus  # noqa: TC001 - read at run time by msgspec
+from shardwise.doctor.partition import Links, look_at_links
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -22,6 +23,7 @@ class Exchange(Protocol):
     """By which guards talk: the link of a node to the hub."""
 
     node: int
+    own_address: str
 
     def relay(self, body: str, *, to_all: bool = False) -> None:
         """Say something to node 0, or from there to all others."""
@@ -48,7 +50,7 @@ class Told(msgspec.Struct, frozen=True, tag="told"):
     text: str
 
 
-_DECODER = msgspec.json.Decoder(Seen | Missed | Told | CallRun)
+_DECODER = msgspec.json.Decoder(Seen | Missed | Told | CallRun | Links)
 
 
 class Neighbours:
@@ -61,6 +63,7 @@ class Neighbours:
 
     def _begin(self) -> None:
         self._seen: dict[int, tuple[float, RankStatus]] = {}
+        self._links: dict[int, tuple[float, Links]] = {}
         self._leads = Leads()
         self.calls: list[CallRun] = []
         """Of ranks of other nodes, that came since the last look; for node 0."""
@@ -92,6 +95,8 @@ class Neighbours:
                     self.verdicts.append(text)
                 case CallRun() as run:
                     self.calls.append(run)
+                case Links() as links:
+                    self._links[links.node] = now, links
 
     def ranks(self, now: float) -> dict[int, RankStatus]:
         """Return the ranks of other nodes of which something was heard just now."""
@@ -101,6 +106,17 @@ class Neighbours:
         """Tell node 0 of our ranks, if any has given no sign for so long."""
         if not self.decides and any(status.quiet_s >= quiet_s for status in own.values()):
             self._say(Seen(tuple(own.values())))
+
+    def share_links(self, pids: Iterable[int], now: float) -> None:
+        """Look at the connections of our ranks, which wait in a call, and report them to node 0."""
+        links = look_at_links(self._exchange.node, self._exchange.own_address, pids)
+        self._links[links.node] = now, links
+        if not self.decides:
+            self._say(links)
+
+    def links(self, now: float) -> list[Links]:
+        """Return the connections of all nodes that were looked at just now."""
+        return [links for at, links in self._links.values() if now - at <= self._fresh_s]
 
     def share_calls(self, news: Mapping[int, Iterable[Call]]) -> None:
         """Tell node 0 of the new calls of our ranks that ranks of other nodes should make too."""
