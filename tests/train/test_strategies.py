@@ -211,3 +211,12 @@ def test_plans_that_make_no_sense_are_refused(name, overrides, words):
             trained(world, sentences_job(), name, overrides, Precision())
 
     run_ranks(body, 2)
+
+
+def test_gradients_are_reduced_in_bf16_where_compute_is_fp32():
+    job = sentences_job(steps=3, clip_norm=None)
+    exact = run_ranks(trained, 2, job, "zero3", {}, Precision())[0][0]
+    losses = run_ranks(trained, 2, job, "zero3", {}, Precision(reduce="bf16"))[0][0]
+    assert losses[0] == exact[0]
+    assert losses[1] != exact[1]
+    torch.testing.assert_close(losses, exact, rtol=0.02, atol=0)

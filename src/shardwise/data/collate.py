@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils.data import default_collate
 
-from shardwise.data.generators import untouched_generators
 from shardwise.data.rows import RowMarks, mark_rows
+from shardwise.job.generators import untouched_generators
 
 if TYPE_CHECKING:
     from collections.abc import Callable

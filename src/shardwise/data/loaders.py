@@ -17,6 +17,7 @@ from shardwise.data.cursor import Cursor, sample_ids
 from shardwise.data.feed import LoadedStep
 from shardwise.data.rows import cut_rows
 from shardwise.errors import DataError
+from shardwise.job.generators import seeded_generators
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -58,7 +59,7 @@ class IndexLoader:
                 collate_fn=counted,
                 num_workers=num_workers,
                 pin_memory=pin_memory,
-                generator=torch.Generator().manual_seed(seed),  # leaves the global generator alone
+                generator=_worker_generator(seed, slices.reader, first_step),
             )
 
     def steps(self) -> Iterator[LoadedStep]:
@@ -158,7 +159,7 @@ class StreamLoader:
             batch_size=micro_batch,
             collate_fn=CountedCollate(collate),
             num_workers=num_workers,
-            generator=torch.Generator().manual_seed(seed),
+            generator=_worker_generator(seed, reader, first_step),
         )
         self._accumulation = accumulation
         self._first_step = first_step
@@ -200,6 +201,14 @@ class StreamLoader:
         total = torch.tensor(value)
         dist.all_reduce(total, group=self._group)
         return int(total)
+
+
+def _worker_generator(seed: int, dp_rank: int, first_step: int) -> torch.Generator:
+    """Return what seeds torch, Python and NumPy in DataLoader workers: the global generators stay alone.
+
+    Data-parallel ranks draw apart, peers that read the same samples alike, and a resumed training anew.
+    """
+    return torch.Generator().manual_seed(hash((seed, dp_rank, first_step)) & (2**62 - 1))
 
 
 class StreamShare(IterableDataset[Any]):
@@ -258,8 +267,12 @@ def _first_row(collated: Collated) -> Any:
 
 
 def dataset_of(job: Job, split: str) -> Any:
-    """Return the job's dataset for a split, None where it has none; a DataLoader is refused."""
-    dataset = job.data(split)
+    """Return the job's dataset for a split, None where it has none; a DataLoader is refused.
+
+    What `Job.data` draws (a random split, an order) is drawn from the job's seed, so every rank has the same dataset.
+    """
+    with seeded_generators(job.seed):
+        dataset = job.data(split)
     if isinstance(dataset, DataLoader):
         raise DataError(
             f"Job.data returned a DataLoader for split {split!r}, and the job makes its own on every rank",

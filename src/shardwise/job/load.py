@@ -79,8 +79,11 @@ def _import(path: Path) -> ModuleType:
         sys.path.insert(0, str(path.parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # so that what the file defines can be pickled for DataLoader workers
+    from shardwise.job.generators import seeded_generators  # brings torch, which a job file does as well
+
     try:
-        spec.loader.exec_module(module)
+        with seeded_generators(0):  # what the file draws, such as an order of its samples, is the same on every rank
+            spec.loader.exec_module(module)
     except ShardwiseError:
         raise
     except Exception as error:

@@ -13,9 +13,9 @@ from torch.nn.parameter import is_lazy
 from shardwise.errors import JobError, some_of
 from shardwise.hardware import available_memory
 from shardwise.job.engine import is_mlx
+from shardwise.job.generators import seed_generators
 from shardwise.parallel.blocks import find_blocks
 from shardwise.parallel.module_state import differing_values, generator_states
-from shardwise.parallel.seeds import seed_generators
 from shardwise.parallel.skeleton import Skeleton, skeleton
 from shardwise.parallel.weight_files import open_weights
 from shardwise.parallel.weights import BuiltWeights, DrawnWeights, FileWeights, StreamedWeights

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardwise.data.generators import untouched_generators
 from shardwise.data.rows import map_rows, mark_rows, others, settle_marks, tensors
 from shardwise.errors import JobError
+from shardwise.job.generators import untouched_generators
 
 if TYPE_CHECKING:
     from collections.abc import Callable

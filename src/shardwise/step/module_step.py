@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _NormBase
 
+from shardwise.job.generators import host_states, seed_generators, set_host_states
 from shardwise.parallel.apply import stages_of, unwrap
 from shardwise.parallel.batch_norm import BatchNorm
 from shardwise.parallel.gather import own_buffers
@@ -96,7 +97,7 @@ class ModuleStep:
 
     def random_state(self) -> dict[str, Tensor]:
         """Return the states of the generators that a step draws from, by name."""
-        states = {"cpu": torch.get_rng_state()}
+        states = {"cpu": torch.get_rng_state(), **host_states()}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             states["cuda"] = torch.cuda.get_rng_state()
         return states
@@ -104,12 +105,13 @@ class ModuleStep:
     def set_random_state(self, states: Mapping[str, Tensor]) -> None:
         """Go on drawing where `random_state` was called."""
         torch.set_rng_state(states["cpu"])
+        set_host_states(states)
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
 
     def seed(self, number: int) -> None:
         """Begin fresh streams of random numbers."""
-        torch.manual_seed(number)
+        seed_generators(number)
 
     def own_gradients(self) -> dict[str, Tensor]:
         """Return this rank's own part of the summed gradients, while they are not yet used; no communication."""

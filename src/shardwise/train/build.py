@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardwise.data.feed import Feed
 from shardwise.engines.deepspeed.build import build_deepspeed_step
 from shardwise.errors import JobError, PlanError
+from shardwise.job.generators import seed_generators
 from shardwise.job.schedules import check_schedule
 from shardwise.parallel.apply import apply_plan, gradient_sync, stages_of
 from shardwise.parallel.batch_norm import foreign_batch_norms
@@ -28,7 +29,6 @@ from shardwise.parallel.parameter_rules import check_parameters
 from shardwise.parallel.place import Place
 from shardwise.parallel.probe import trainable_of, without_gradient
 from shardwise.parallel.reduced_list import ReducedList
-from shardwise.parallel.seeds import seed_generators
 from shardwise.parallel.sharded import LOWER, check_sharded
 from shardwise.parallel.stage_plan import cut_layers
 from shardwise.parallel.stages import count_layers, find_layers, split_stages

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from shardwise.data.generators import untouched_generators
 from shardwise.data.rows import cut_rows
+from shardwise.job.generators import untouched_generators
 from shardwise.parallel.keyed_masks import KeyedMasks
 from shardwise.step.output_rows import OutputRows
 from shardwise.verify.compare import relative_gaps

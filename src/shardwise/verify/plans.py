@@ -123,6 +123,8 @@ def changed_numbers(plan: Plan, *, has_batch_norm: bool) -> dict[str, float]:
     changes = {}
     if plan.precision.compute in BANDS:
         changes[f"computes in {plan.precision.compute}"] = BANDS[plan.precision.compute]
+    if plan.precision.reduce in BANDS and plan.precision.reduce != plan.precision.compute:
+        changes[f"reduces gradients in {plan.precision.reduce}"] = BANDS[plan.precision.reduce]
     if plan.communication.compression != "none" and plan.layout.folded.dp > 1:
         compression = plan.communication.compression
         changes[f"compresses gradients by {compression}"] = BANDS[compression]

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from shardwise.job.generators import host_states, seed_generators
 from shardwise.job.schedules import check_schedule
 from shardwise.parallel.adapters import add_adapters
 from shardwise.parallel.keyed_masks import KeyedMasks, key_dropouts
 from shardwise.parallel.optimizer import Optimized
 from shardwise.parallel.probe import trainable_of
-from shardwise.parallel.seeds import seed_generators
 from shardwise.parallel.weights import fill_parameters
 from shardwise.step.held import Held
 from shardwise.step.loss_check import LossCheck, refuse_uncounted
@@ -111,8 +111,8 @@ class PlainTraining:
         return dict(self.model.named_buffers())
 
     def random_state(self) -> dict[str, Tensor]:
-        """Return the state of the generator that a step draws from."""
-        return {"cpu": torch.get_rng_state()}
+        """Return the states of the generators that a step draws from."""
+        return {"cpu": torch.get_rng_state(), **host_states()}
 
     def _masked(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         if self._masks is None:

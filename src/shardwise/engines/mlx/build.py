@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
-import torch
 from mlx import nn
 from mlx.utils import tree_flatten
 
@@ -19,6 +18,7 @@ from shardwise.engines.mlx.ring import join_group
 from shardwise.engines.mlx.step import Functions, MlxStep
 from shardwise.engines.mlx.weights import read_weights, share_weights
 from shardwise.errors import JobError, some_of
+from shardwise.job.generators import seed_generators
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,7 +77,7 @@ def _norm_batches(model: nn.Module, group: mx.distributed.Group | None) -> list[
 
 
 def _make_model(job: Job, plan: Plan) -> nn.Module:
-    torch.manual_seed(job.seed)
+    seed_generators(job.seed)
     mx.random.seed(job.seed)
     model: object = job.model()
     if not isinstance(model, nn.Module):

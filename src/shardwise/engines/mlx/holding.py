@@ -14,6 +14,7 @@ from mlx.utils import tree_map
 from torch import nn as torch_nn
 
 from shardwise.engines.mlx.optimizer import assign, read_states, write_states
+from shardwise.job.generators import host_states, seed_generators, set_host_states
 from shardwise.parallel.optimizer import Optimized
 from shardwise.step.held import Held
 
@@ -172,12 +173,13 @@ class Holding:
                 part._set_training_mode(was_training)  # noqa: SLF001 - MLX's own way is for whole trees
 
     def random_state(self) -> dict[str, Tensor]:
-        """Return the states of torch's generator, which data may draw from, and of MLX's."""
-        return {"cpu": torch.get_rng_state(), _STREAM: _key().view(torch.uint8)}
+        """Return the states of the host's generators, which data may draw from, and of MLX's."""
+        return {"cpu": torch.get_rng_state(), **host_states(), _STREAM: _key().view(torch.uint8)}
 
     def set_random_state(self, states: Mapping[str, Tensor]) -> None:
         """Go on drawing where `random_state` was called; after torch, a stream begins that its state gives."""
         torch.set_rng_state(states["cpu"])
+        set_host_states(states)
         if _STREAM in states:
             high, low = states[_STREAM].view(torch.uint32).tolist()
             mx.random.seed(high << 32 | low)  # a key is the seed's two halves
@@ -186,7 +188,7 @@ class Holding:
 
     def seed(self, number: int) -> None:
         """Begin fresh streams of random numbers."""
-        torch.manual_seed(number)
+        seed_generators(number)
         mx.random.seed(number)
 
     def snapshot(self) -> Callable[[], None]:
