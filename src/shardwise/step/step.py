@@ -104,6 +104,8 @@ class StepParts(Surroundings):
     """Where the first weights came from, in words."""
     after_first_backward: Callable[[], None] | None = None
     """Looks at the first gradients before they are summed."""
+    compare_batches: Callable[[StepBatch], None] | None = None
+    """Refuses, in the first steps, a batch that the ranks which hold one model together do not share."""
 
 
 class Step(Protocol):

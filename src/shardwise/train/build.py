@@ -26,6 +26,7 @@ from shardwise.parallel.norm import GradNorm
 from shardwise.parallel.optimizer import make_optimizer
 from shardwise.parallel.outer import by_rounds
 from shardwise.parallel.parameter_rules import check_parameters
+from shardwise.parallel.peer_inputs import watch_inputs
 from shardwise.parallel.place import Place
 from shardwise.parallel.probe import trainable_of, without_gradient
 from shardwise.parallel.reduced_list import ReducedList
@@ -38,6 +39,7 @@ from shardwise.parallel.weights import BuiltWeights, share_values
 from shardwise.plan import with_engine_of
 from shardwise.step.captured import plain_step
 from shardwise.step.marks import nvtx_ranges, tell
+from shardwise.step.peer_batches import PeerBatches
 from shardwise.step.pipeline import PipelineStep
 from shardwise.step.step import Autocast, StepParts, Surroundings
 from shardwise.step.update import choose_update
@@ -113,6 +115,7 @@ def build_step(
         autocast=Autocast(device_type=world.device.type, dtype=LOWER.get(plan.precision.compute)),
         origin=blueprint.weights.words if blueprint.weights is not None else "",
         after_first_backward=_first_check(named, plan, world, note, sync),
+        compare_batches=_peer_batches(job, plan, world),
         **vars(around),
     )
     if cut is None:
@@ -259,6 +262,12 @@ def _first_check(
     return lambda: report_missing(without_gradient(named, group, sync.has_gradient), plan, note)
 
 
+def _peer_batches(job: Job, plan: Plan, world: World) -> PeerBatches | None:
+    """Return what compares the batches of ranks that hold one model together; communicates to join them."""
+    group = world.axis_group(plan.layout, ("pp", "cp", "tp"), on_host=True)
+    return PeerBatches(group, token_cut(job, plan, world)) if group is not None and world.backend != "fake" else None
+
+
 def parallelize(model: nn.Module, plan: Plan, world: World) -> nn.Module:
     """Put a plain module under `plan` on this rank's device, for people with their own loop; on every rank.
 
@@ -266,6 +275,29 @@ def parallelize(model: nn.Module, plan: Plan, world: World) -> nn.Module:
     averages over readers, FSDP2 is set to do so too. Autocast belongs around the loop's own forward and loss, so
     `plan.precision.compute` is left to it, except where FSDP2 casts shards.
     """
+    _check_own_loop(model, plan)
+    if plan.precision.parameter == "fp64":
+        model = model.double()
+    if world.size > 1:
+        share_values(model, world.device)
+    place = find_place(plan, world)
+    blueprint = real_blueprint(model)
+    if plan.layout.tp > 1:
+        blueprint = replace(blueprint, tensor_rules=find_rules(model, None))
+    parallel = apply_plan(blueprint, plan, place)
+    peers = world.axis_group(plan.layout, ("tp",), on_host=True)
+    if peers is not None and world.backend != "fake":
+        watch_inputs(parallel, peers)
+    if isinstance(parallel, FSDPModule):
+        ReducedList(parallel, place.host_readers, by_itself=True)
+    for part in parallel.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(float(plan.layout.dp))
+    return parallel
+
+
+def _check_own_loop(model: nn.Module, plan: Plan) -> None:
+    """Refuse a plan that needs more than a model."""
     require_supported(plan)
     if plan.layout.pp > 1:
         raise PlanError(f"plan {plan.layout} has stages, which a loop of your own cannot run", fix="use build_step")
@@ -279,21 +311,6 @@ def parallelize(model: nn.Module, plan: Plan, world: World) -> nn.Module:
         raise PlanError("the plan captures the step, which your own loop makes", fix="use build_step")
     check_parameters(model, plan)
     check_sharded(model, plan, by_step=False)
-    if plan.precision.parameter == "fp64":
-        model = model.double()
-    if world.size > 1:
-        share_values(model, world.device)
-    place = find_place(plan, world)
-    blueprint = real_blueprint(model)
-    if plan.layout.tp > 1:
-        blueprint = replace(blueprint, tensor_rules=find_rules(model, None))
-    parallel = apply_plan(blueprint, plan, place)
-    if isinstance(parallel, FSDPModule):
-        ReducedList(parallel, place.host_readers, by_itself=True)
-    for part in parallel.modules():
-        if isinstance(part, FSDPModule):
-            part.set_gradient_divide_factor(float(plan.layout.dp))
-    return parallel
 
 
 def check_fit(job: Job, plan: Plan, world: World) -> None:

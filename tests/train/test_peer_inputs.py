@@ -1,0 +1,126 @@
+"""Ranks that hold one model together are fed one batch, or every one of them refuses."""
+
+import msgspec
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.errors import JobError
+from shardwise.testing import run_ranks
+from shardwise.train.build import build_step
+from train.sentences import sentences_job
+
+
+def own_loop(world, change):
+    """Train a tensor-parallel model in a loop of its own; `change(tokens, labels, rank)` is what each rank is fed."""
+    torch.manual_seed(0)
+    model = sw.parallelize(sw.models.decoder("gpt2-tiny", vocab_size=50), sw.Plan.preset("tp", world.size), world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(5):
+        tokens, labels = change(*torch.randint(0, 50, (2, 4, 8), generator=generator), world.rank)
+        loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def refused(world, change, words):
+    with pytest.raises(JobError, match=words):
+        own_loop(world, change)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tokens, labels, rank: (tokens + rank, labels), "rank 1 is fed another input than rank 0"),
+        (lambda tokens, labels, rank: (tokens.roll(rank, 0), labels), "another input than rank 0"),
+        (lambda tokens, labels, rank: (tokens[rank:], labels[rank:]), "another input than rank 0"),
+        (lambda tokens, labels, rank: (tokens, labels.roll(rank, 0)), "other labels or another loss than rank 0"),
+    ],
+    ids=["tokens", "order", "rows", "labels"],
+)
+def test_tensor_parallel_ranks_fed_different_batches_all_refuse(change, words):
+    assert run_ranks(refused, 2, change, words) == [True, True]
+
+
+def test_tensor_parallel_ranks_fed_one_batch_train_alike():
+    first, second = run_ranks(own_loop, 2, lambda tokens, labels, _: (tokens, labels))
+    assert first == second
+
+
+def stepped(world, name, change):
+    """Train by a step on batches of its own; all ranks refuse or none."""
+    plan = sw.Plan.preset(name, world.size, batch_size=8)
+    step = build_step(sentences_job("llama-tiny", steps=2), plan, world)
+    try:
+        for batch in step.feed:
+            step(
+                msgspec.structs.replace(batch, micro_batches=[change(each, world.rank) for each in batch.micro_batches])
+            )
+    except JobError as error:
+        return str(error)
+    return "trained"
+
+
+def rolled(micro_batch, rank):
+    """Give rank 1 the tokens in another order."""
+    change = {key: roll(getattr(micro_batch, key), rank) for key in ("batch", "whole")}
+    return msgspec.structs.replace(micro_batch, **change)
+
+
+def roll(batch, rank):
+    return None if batch is None else tuple(tensor.roll(rank, -1) for tensor in batch)
+
+
+def unsliced(micro_batch, _):
+    """Feed whole rows to the ranks of a context-parallel group."""
+    return msgspec.structs.replace(micro_batch, batch=micro_batch.uncut, whole=None)
+
+
+def kept(micro_batch, _):
+    return micro_batch
+
+
+@pytest.mark.parametrize("name", ["tp", "cp", "pp"])
+def test_peers_of_a_step_fed_different_batches_all_refuse(name):
+    found = run_ranks(stepped, 2, name, rolled)
+    assert found[0] == found[1]
+    assert found[0].startswith("rank 1 is fed another batch than rank 0, and they hold one model together")
+
+
+def test_context_parallel_ranks_are_fed_their_slices():
+    found = run_ranks(stepped, 2, "cp", unsliced)
+    assert found[0] == found[1]
+    assert "ranks 0, 1 are fed something else than slices of the tokens" in found[0]
+
+
+@pytest.mark.parametrize("name", ["cp2.tp2", "replicate2.tp2", "pp2.shard2"])
+def test_peers_fed_what_the_feed_gives_train(name):
+    assert run_ranks(stepped, 4, name, kept) == ["trained"] * 4
+
+
+def test_data_that_is_random_by_rank_is_refused():
+    class Augmented(torch.utils.data.Dataset):
+        def __len__(self):
+            return 16
+
+        def __getitem__(self, index):
+            tokens = torch.randint(0, 50, (9,))  # from a generator that no seed of the sample sets
+            return tokens[:-1], tokens[1:]
+
+    def body(world):
+        torch.manual_seed(world.rank)
+        data = Augmented()
+        job = sentences_job(steps=1, data=lambda split: data if split == "train" else None)
+        step = build_step(job, sw.Plan.preset("tp", world.size, batch_size=8), world)
+        torch.manual_seed(world.rank)
+        with pytest.raises(JobError, match="another batch than rank 0"):
+            step(next(iter(step.feed)))
+        return True
+
+    assert run_ranks(body, 2) == [True, True]
