@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardwise.parallel.buckets import in_buckets
 from shardwise.parallel.collectives import gather_flat
 from shardwise.parallel.gradsync import local
+from shardwise.parallel.optimizer_rules import check_optimizer, check_sharded_updates
 from shardwise.parallel.parameter_rules import copy_attributes
 
 if TYPE_CHECKING:
@@ -86,12 +87,20 @@ def make_optimizer(
         elif shard_mesh is not None or on_host:
             pieces[name] = _Piece(parameter, None, on_host=on_host)
     if not pieces:
-        return Optimized(optimizer=factory(named), named=named)
+        optimizer = factory(named)
+        _check(optimizer)
+        return Optimized(optimizer=optimizer, named=named)
     owned = [(name, pieces[name].owned if name in pieces else parameter) for name, parameter in named]
     optimizer = factory(owned)
+    _check(optimizer)
     bridge = _Bridge(list(pieces.values()), shard_mesh)
     bridge.attach(optimizer)
     return Optimized(optimizer=optimizer, named=owned, refresh=bridge.refresh)
+
+
+def _check(optimizer: Optimizer) -> None:
+    check_optimizer(optimizer)
+    check_sharded_updates(optimizer)
 
 
 class _Piece:

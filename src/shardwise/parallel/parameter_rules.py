@@ -42,6 +42,19 @@ def check_parameters(module: nn.Module, plan: Plan) -> None:
         _refuse_second_references(module, plan)
 
 
+def check_dense(module: nn.Module) -> None:
+    """Refuse complex parameters and layers with sparse gradients, which no step here can clip, sum or check."""
+    for name, parameter in module.named_parameters():
+        if parameter.is_complex():
+            raise JobError(
+                f"{name} is {parameter.dtype}, and complex parameters are not trained here",
+                fix="keep it as real numbers (torch.view_as_real) and use torch.view_as_complex in forward",
+            )
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise JobError(f"{name} has sparse = True, and gradients are dense here", fix="use sparse=False")
+
+
 def attributes_of(module: nn.Module) -> Attributes:
     """Return what users set on parameters, by name."""
     return {name: dict(vars(parameter)) for name, parameter in module.named_parameters() if vars(parameter)}

@@ -22,6 +22,13 @@ def trainable_of(named: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, n
     return found
 
 
+def refuse_sparse(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse a gradient that is sparse: steps sum, check and clip dense ones."""
+    for name, parameter in named:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise JobError(f"{name} has a sparse gradient, and gradients are dense here", fix="use sparse=False")
+
+
 def without_gradient(
     named: Iterable[tuple[str, nn.Parameter]],
     group: dist.ProcessGroup | None,

@@ -25,10 +25,10 @@ from shardwise.parallel.lora import adapt_blueprint
 from shardwise.parallel.norm import GradNorm
 from shardwise.parallel.optimizer import make_optimizer
 from shardwise.parallel.outer import by_rounds
-from shardwise.parallel.parameter_rules import check_parameters
+from shardwise.parallel.parameter_rules import check_dense, check_parameters
 from shardwise.parallel.peer_inputs import watch_inputs
 from shardwise.parallel.place import Place
-from shardwise.parallel.probe import trainable_of, without_gradient
+from shardwise.parallel.probe import refuse_sparse, trainable_of, without_gradient
 from shardwise.parallel.reduced_list import ReducedList
 from shardwise.parallel.sharded import LOWER, check_sharded
 from shardwise.parallel.stage_plan import cut_layers
@@ -183,6 +183,7 @@ def draw_up(job: Job, plan: Plan, world: World) -> Blueprint:
         local_size=world.local_size,
         agree=lambda here: world.backend == "fake" or all(world.gather(here)),
     )
+    check_dense(blueprint.module)
     check_parameters(blueprint.module, plan)
     if isinstance(blueprint.weights, BuiltWeights) and world.size > 1:
         share_values(blueprint.module, world.device)  # a model may draw from what no seed reaches
@@ -259,7 +260,12 @@ def _first_check(
     if plan.communication.static_graph and uses_ddp(plan):
         return None
     group = world.axis_group(plan.layout.folded, ("replicate", "shard"), on_host=True)
-    return lambda: report_missing(without_gradient(named, group, sync.has_gradient), plan, note)
+
+    def check() -> None:
+        refuse_sparse(named)
+        report_missing(without_gradient(named, group, sync.has_gradient), plan, note)
+
+    return check
 
 
 def _peer_batches(job: Job, plan: Plan, world: World) -> PeerBatches | None:
