@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _text_of(error: click.ClickException) -> str:
     """Return what to print for a command line that click refuses: one sentence, or the help if nothing was typed."""
-    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+    if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):  # since click 8.2
         return error.format_message()
     if isinstance(error, click.NoSuchOption):
         return f"shardwise: {unknown_option(error)}"

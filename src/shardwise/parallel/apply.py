@@ -14,6 +14,7 @@ from shardwise.parallel.blocks import find_blocks
 from shardwise.parallel.context import compile_afresh, context_parallel
 from shardwise.parallel.fused_loss import fuse_head
 from shardwise.parallel.gradsync import GradSync, NoSync, ReplicaSync, ShardSync, SummedSync
+from shardwise.parallel.narrow_convolution import guard_narrow_convolutions
 from shardwise.parallel.parameter_rules import attributes_of, restore_attributes
 from shardwise.parallel.recompute import recompute_block
 from shardwise.parallel.reduced_list import ReducedList
@@ -48,6 +49,13 @@ def norm_batches(module: nn.Module, plan: Plan, place: Place, _: Blueprint) -> n
             fix="--set batch_norm=local, or sync_every = 1",
         )
     return replaced
+
+
+def guard_convolutions(module: nn.Module, plan: Plan, place: Place, _: Blueprint) -> nn.Module:
+    """Keep a CPU's bf16 convolutions away from shapes whose weight gradient torch leaves unwritten."""
+    if plan.precision.compute == "bf16" and place.device.type == "cpu":
+        guard_narrow_convolutions(module)
+    return module
 
 
 def cut_tensors(module: nn.Module, plan: Plan, place: Place, blueprint: Blueprint) -> nn.Module:
@@ -142,6 +150,7 @@ def replicate_parameters(module: nn.Module, plan: Plan, place: Place, _: Bluepri
 
 TRANSFORMS = (
     norm_batches,  # first: it replaces modules that the others wrap
+    guard_convolutions,  # before recompute and compile, which take up the forward that it replaces
     cut_tensors,  # before all that wraps forward: it replaces the forward of single layers
     fuse_loss,  # after the head is cut, whose part of the words the loss then uses
     cut_context,  # before recompute, which must run attention over whole sequences again

@@ -17,7 +17,7 @@ from shardwise.engines.deepspeed.pieces import find_pieces
 from shardwise.engines.deepspeed.step import DeepSpeedStep, EngineSync
 from shardwise.engines.deepspeed.update import EngineUpdate
 from shardwise.errors import JobError
-from shardwise.parallel.apply import norm_batches, recompute
+from shardwise.parallel.apply import guard_convolutions, norm_batches, recompute
 from shardwise.parallel.norm import GradNorm
 from shardwise.parallel.optimizer import Optimized
 from shardwise.parallel.parameter_rules import attributes_of, restore_attributes
@@ -45,7 +45,7 @@ def build_deepspeed_step(
     module = blueprint.module
     shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
     _require_dimensions(shapes)
-    for transform in (norm_batches, recompute):
+    for transform in (norm_batches, guard_convolutions, recompute):
         module = transform(module, plan, place, blueprint)
     low = LOWER.get(plan.precision.compute)
     if low is not None:
