@@ -128,9 +128,36 @@ def test_training_mode_of_a_stage_is_that_of_the_users_module():
     assert first.user_module.blocks[0].training
 
 
-def test_tied_embedding_and_head_are_refused_by_both_names():
-    with pytest.raises(JobError, match=r"embed\.weight and head\.weight are one parameter.*untie.*pp = 1"):
-        halves(small_decoder(tie_head=True))
+def test_tied_embedding_and_head_are_on_both_ends_under_the_first_name():
+    model = small_decoder(tie_head=True)
+    first, last = halves(model)
+    assert "embed.weight" in dict(first.named_parameters())
+    assert dict(last.named_parameters())["embed.weight"] is last.user_module.head.weight
+    assert {name for stage in (first, last) for name, _ in stage.named_parameters()} == {
+        name for name, _ in model.named_parameters()
+    }
+    assert last.user_module.embed.weight.isnan().all()
+
+
+def test_module_that_stands_before_and_after_the_layers_is_on_both_ends():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.layers = nn.ModuleList(Block() for _ in range(4))
+            self.last = self.first
+
+    first, last = halves(Shared(), layers="layers")
+    assert {"first.weight", "first.bias"} <= dict(first.named_parameters()).keys()
+    assert {"first.weight", "first.bias"} <= dict(last.named_parameters()).keys()
+
+
+def test_layers_that_share_a_parameter_are_refused_by_both_names():
+    layers = nn.Sequential(*(Block() for _ in range(4)))
+    layers[3].inner.weight = layers[0].inner.weight
+    words = r"0\.inner\.weight and 3\.inner\.weight are one parameter.* stages 0 and 1.*pp = 1"
+    with pytest.raises(JobError, match=words):
+        halves(layers, layers="")
 
 
 def test_stages_in_a_row_compute_what_the_whole_does():
@@ -227,6 +254,7 @@ def reentrant(layer, x):
     return checkpoint(layer, x, use_reentrant=True)
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_boundary_of_stages_inside_reentrant_checkpointing_is_refused():
     with pytest.raises(JobError, match=r"layers\.1 runs inside an autograd function.*use_reentrant=False"):
         through_both(Layered(reentrant))

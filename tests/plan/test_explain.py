@@ -6,7 +6,7 @@ from shardwise.errors import PlanError
 from shardwise.hardware.calibration import default_calibration
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.layout import Layout
-from shardwise.parallel.support import require_trainable
+from shardwise.parallel.support import require_supported
 from shardwise.plan.choose.batches import usual_batch
 from shardwise.plan.choose.explain import (
     decision_path,
@@ -214,7 +214,7 @@ def test_adapters_freeze_all_weights_and_need_less_memory():
 
 def test_adapters_of_rank_0_are_refused():
     with pytest.raises(PlanError, match="rank 0"):
-        published_subject("llama-7b", parse_cluster("8xH100"), accepts=require_trainable, lora=0)
+        published_subject("llama-7b", parse_cluster("8xH100"), accepts=require_supported, lora=0)
 
 
 @pytest.mark.parametrize(

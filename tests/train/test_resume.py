@@ -93,6 +93,23 @@ def test_a_slice_of_saved_layouts_resumes_under_another(save_under, load_under, 
     check(save_under, load_under, tmp_path)
 
 
+def test_parameter_tied_across_stages_is_saved_once_and_resumed_on_both(tmp_path):
+    tied = partial(make_job, model=sentences_job("gpt2-tiny").model)
+    whole, state = run_ranks(trained, 1, "one", job=tied())[0]
+    for saved, resumed in (("pp2", "one"), ("one", "pp2")):
+        folder = tmp_path / saved
+        first, _ = run_ranks(stopped, LAYOUTS[saved][0], saved, folder, model=tied().model)[0]
+        (checkpoint,) = folder.glob("step-*")
+        manifest = read_manifest(checkpoint)
+        assert manifest.facts["tied"] == {"head.weight": "embed.weight"}
+        assert "model/embed.weight" in manifest.tensors
+        assert "model/head.weight" not in manifest.tensors
+        then, final = run_ranks(trained, LAYOUTS[resumed][0], resumed, folder, job=tied())[0]
+        assert {**first, **then} == pytest.approx(whole, rel=1e-9)
+        for name, value in state.items():
+            torch.testing.assert_close(final[name], value, rtol=1e-9, atol=1e-11, msg=name)
+
+
 HEAD = f"""# Saved under one layout, resumed under another
 
 Made by `make prove`. A tiny Llama trains {STEPS} steps in fp64; after step {SAVED} it is asked to stop, saves and

@@ -7,7 +7,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.hardware.calibration import default_calibration
 from shardwise.hardware.cluster import parse_cluster
-from shardwise.parallel.support import require_trainable
+from shardwise.parallel.support import require_supported
 from shardwise.plan.choose.search import Question, search
 from shardwise.plan.choose.subject import job_subject, published_subject
 from shardwise.step.trace import describe
@@ -91,7 +91,7 @@ def test_train_accepts_every_plan_that_search_proposes_for_a_job(name):
 
 def test_train_accepts_every_plan_that_search_proposes_for_a_published_model():
     job = tokens_job(model=lambda: sw.models.decoder("gpt2"), batch_size=64)
-    answer = answer_of(published_subject("gpt2", FOUR, accepts=require_trainable, batch_size=64))
+    answer = answer_of(published_subject("gpt2", FOUR, accepts=require_supported, batch_size=64))
     rules = ModelRules(job)
     for candidate in answer.candidates:
         rules(candidate.plan)

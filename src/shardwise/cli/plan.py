@@ -207,14 +207,14 @@ def _subject(
     """Load the job, or find the published model."""
     from shardwise.cli.describe import describe_job, job_rules
     from shardwise.errors import InputError
-    from shardwise.parallel.support import require_trainable
+    from shardwise.parallel.support import require_supported
     from shardwise.plan.choose.subject import job_subject, published_subject
 
     if ".py" not in model:
         return published_subject(
             model,
             cluster,
-            accepts=require_trainable,
+            accepts=require_supported,
             batch_size=batch_size,
             length=length,
             precision=precision,  # type: ignore[arg-type]  # one of the choices above

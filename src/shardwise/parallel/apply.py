@@ -195,6 +195,15 @@ def stages_of(model: nn.Module) -> list[nn.Module]:
     return list(model) if isinstance(model, ModuleList) else [unwrap(model)]
 
 
+def parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return what this rank holds of a model made by `apply_plan`, under the names of the user's own; each once."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for stage in stages_of(model):
+        for item in stage.named_parameters():
+            found.setdefault(id(item[1]), item)
+    return list(found.values())
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the user's own module under any strategy; where parameters are cut they stay so (see full_state_dict)."""
     return model.module if isinstance(model, DistributedDataParallel) else model

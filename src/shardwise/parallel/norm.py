@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.parallel.gradsync import local
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor, nn
 
@@ -29,15 +29,20 @@ class GradNorm:
         cut_axes: Sequence[str],
         group: dist.ProcessGroup | None,
         device: torch.device,
+        copies: Iterable[nn.Parameter] = (),
     ) -> None:
         """`cut_axes` are those that may cut a parameter; `group` joins the ranks that together hold one model.
 
-        None: this rank holds all of it.
+        None: this rank holds all of it. `copies` are those of `parameters` that another rank of the group counts.
         """
         self._parameters = parameters
         self._group = group
         # A piece that several ranks of the group hold alike counts once: each brings its share of the square.
         self._shares = [1.0 / _copies(parameter, layout, cut_axes) for parameter in parameters]
+        uncounted = {id(parameter) for parameter in copies}
+        for place, parameter in enumerate(parameters):
+            if id(parameter) in uncounted:
+                self._shares[place] = 0.0
         self._device = device
 
     def __call__(self) -> Tensor:

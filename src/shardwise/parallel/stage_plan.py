@@ -11,8 +11,6 @@ from shardwise.errors import PlanError
 from shardwise.plan.cost.stages import CHUNKS, LOOPED, SPLIT_BACKWARD, VEE, even_bounds, stages_per_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from shardwise.plan import Plan
 
 
@@ -85,15 +83,6 @@ def check_pipeline(plan: Plan, num_layers: int | None = None) -> None:
         _num_stages(plan)
     else:
         cut_layers(plan, num_layers)
-
-
-def check_ties(plan: Plan, tied: Sequence[str]) -> None:
-    """Refuse a pipeline of a model whose parameters `tied` are others under a second name, on another stage."""
-    if tied and plan.layout.pp > 1:
-        raise PlanError(
-            f"{tied[0]} is tied to a parameter of another pipeline stage",
-            fix="untie them (tie_head=False, tie_word_embeddings=False), or use pp = 1",
-        )
 
 
 def cut_layers(plan: Plan, num_layers: int) -> StageCut:

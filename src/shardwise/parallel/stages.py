@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shardwise.errors import JobError, nearest
 from shardwise.parallel.parcel import Structure, pack, receive
 from shardwise.parallel.stage_gate import Gate, Left, guard_walks, stand_in
+from shardwise.parallel.stage_ties import Ties, find_ties
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from shardwise.parallel.stage_plan import StageCut
 
@@ -73,22 +74,24 @@ def split_stages(
 
     `layers` names the list to cut along, `device` is where the stages will run. Of a stage, `named_parameters()`
     gives exactly what it owns, under the names of the whole model: its layers; on the first stage also what the model
-    registers before the list, on the last what comes after. Buffers outside the list stay on every stage.
+    registers before the list, on the last what comes after. Buffers outside the list stay on every stage. A parameter
+    tied between the first and the last stage is on both, under its first name.
     `dtype` is what parameters are computed in where that is not what they are held in.
     """
     owners = _owners(module, cut, layers)
-    _refuse_shared(module, owners)
+    ties = find_ties(module, owners, cut, layers)
     *others, last = cut.stages_of(rank)
     copies = [(stage, _copy_structure(module)) for stage in others]
+    fake = partial(stand_in, device=device, dtype=dtype)
     return [
-        _make_stage(own, cut, stage, layers=layers, owners=owners, fake=partial(stand_in, device=device, dtype=dtype))
+        _make_stage(own, cut, stage, layers=layers, owners=owners, ties=ties, fake=fake)
         for stage, own in [*copies, (last, module)]
     ]
 
 
 def check_stages(module: nn.Module, cut: StageCut, layers: str) -> None:
-    """Refuse a cut that would put one parameter on two stages; `module` may be on the meta device."""
-    _refuse_shared(module, _owners(module, cut, layers))
+    """Refuse ties between stages that no pipeline can have; `module` may be on the meta device."""
+    find_ties(module, _owners(module, cut, layers), cut, layers)
 
 
 def _owners(module: nn.Module, cut: StageCut, layers: str) -> dict[str, int]:
@@ -111,20 +114,8 @@ def _owners(module: nn.Module, cut: StageCut, layers: str) -> dict[str, int]:
     return owners
 
 
-def _refuse_shared(module: nn.Module, owners: dict[str, int]) -> None:
-    first: dict[int, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        other = first.setdefault(id(parameter), name)
-        if owners[other] != owners[name]:
-            raise JobError(
-                f"{other} and {name} are one parameter, and the pipeline puts them on stages {owners[other]} and"
-                f" {owners[name]}",
-                fix="untie them (tie_head=False, tie_word_embeddings=False), or use pp = 1",
-            )
-
-
 def _copy_structure(module: nn.Module) -> nn.Module:
-    """Copy modules and buffers but no parameter: a stage keeps only its own, which no other has."""
+    """Copy modules and buffers but no parameter: a stage keeps only its own, and those it shares are one on a rank."""
     return copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
 
 
@@ -135,6 +126,7 @@ def _make_stage(
     *,
     layers: str,
     owners: dict[str, int],
+    ties: Ties,
     fake: Callable[[Tensor], Tensor],
 ) -> Stage:
     gate = Gate(layers, cut.layers(index))
@@ -142,25 +134,29 @@ def _make_stage(
     for number, (key, layer) in enumerate(children.items()):
         if number not in cut.layers(index) and layer is not None:
             children[key] = _stub(layer, gate, number, fake)
-    for path, part in module.named_modules():
-        names = {key: f"{path}.{key}" if path else key for key in part._parameters}  # noqa: SLF001
-        away = [key for key, name in names.items() if name in owners and owners[name] != index]
+    paths: dict[nn.Module, list[str]] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        paths.setdefault(part, []).append(path)
+    for part, (path, *more) in paths.items():
+        away = [key for key in part._parameters if _is_away([path, *more], key, owners, index)]  # noqa: SLF001
         for key in away:
             # A plain attribute: neither optimizers nor casts, shards or state dicts take it for a parameter.
-            part.__dict__[key] = fake(part._parameters.pop(key))  # noqa: SLF001
+            part.__dict__[key] = fake(cast("Tensor", part._parameters.pop(key)))  # noqa: SLF001
         if away:
             part.register_forward_pre_hook(lambda *_, path=path: gate.meet_stranger(path))
-        if isinstance(part, _BatchNorm) and (away or _is_owned_elsewhere(path, part, owners, index)):
+        buffers = part._buffers  # noqa: SLF001
+        if isinstance(part, _BatchNorm) and (away or any(_is_away([path], key, owners, index) for key in buffers)):
             # Its output is NaN here; torch's own forward would refuse a single row, which a synced one does not.
             part.__dict__["forward"] = stand_in
     guard_walks(module, gate, [name for name, owner in owners.items() if owner != index])
     foreign = frozenset(name for name, _ in module.named_buffers() if owners.get(name, index) != index)
-    return Stage(module, gate, index=index, num_stages=cut.num_stages, foreign_buffers=foreign)
+    return Stage(module, gate, index=index, num_stages=cut.num_stages, foreign_buffers=foreign, ties=ties)
 
 
-def _is_owned_elsewhere(path: str, part: nn.Module, owners: dict[str, int], index: int) -> bool:
-    names = (f"{path}.{key}" if path else key for key in part._buffers)  # noqa: SLF001
-    return any(owners.get(name, index) != index for name in names)
+def _is_away(paths: Sequence[str], key: str, owners: Mapping[str, int], index: int) -> bool:
+    """Whether a tensor of a module, which may stand in several places, belongs to other stages only."""
+    stages = {owners.get(f"{path}.{key}" if path else key, index) for path in paths}
+    return index not in stages
 
 
 def _stub(layer: nn.Module, gate: Gate, number: int, fake: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -194,9 +190,9 @@ class Stage(nn.Module):
     """The same of what was sent last."""
 
     def __init__(
-        self, module: nn.Module, gate: Gate, *, index: int, num_stages: int, foreign_buffers: frozenset[str]
+        self, module: nn.Module, gate: Gate, *, index: int, num_stages: int, foreign_buffers: frozenset[str], ties: Ties
     ) -> None:
-        """`foreign_buffers` are those whose values count on another stage only."""
+        """`foreign_buffers` are those whose values count on another stage only; `ties` are those of the whole model."""
         self.__dict__["_user_module"] = module  # not as a child: its own children are shared instead
         training = module.training
         super().__init__()
@@ -206,6 +202,7 @@ class Stage(nn.Module):
         self.index = index
         self.num_stages = num_stages
         self.foreign_buffers = foreign_buffers
+        self.model_ties = ties
 
     @property
     def training(self) -> bool:
@@ -215,6 +212,12 @@ class Stage(nn.Module):
     @training.setter
     def training(self, mode: bool) -> None:
         self.user_module.training = mode
+
+    def named_parameters(self, prefix: str = "", *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield what this stage owns, each by the first name that the whole model has for it; options as torch's."""
+        start = f"{prefix}." if prefix else ""
+        for name, parameter in super().named_parameters("", *args, **options):
+            yield start + self.model_ties.first_names.get(name, name), parameter
 
     @property
     def user_module(self) -> nn.Module:

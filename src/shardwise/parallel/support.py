@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardwise.errors import PlanError
-from shardwise.parallel.stage_plan import check_pipeline, check_ties
+from shardwise.parallel.stage_plan import check_pipeline
 from shardwise.parallel.support_deepspeed import check_deepspeed
 from shardwise.parallel.support_mlx import check_mlx
 from shardwise.parallel.support_rounds import check_rounds
@@ -13,9 +13,8 @@ from shardwise.plan.cost.holdings import uses_ddp
 
 if TYPE_CHECKING:
     from shardwise.plan import Plan
-    from shardwise.plan.model.shape import ModelShape
 
-__all__ = ["require_supported", "require_trainable", "uses_ddp"]
+__all__ = ["require_supported", "uses_ddp"]
 
 
 def require_supported(plan: Plan) -> None:
@@ -33,13 +32,6 @@ def require_supported(plan: Plan) -> None:
     _check_forms(plan)
     check_rounds(plan)
     check_pipeline(plan)
-
-
-def require_trainable(shape: ModelShape, plan: Plan) -> None:
-    """Refuse a plan that cannot train a published model, which nobody has built: the rules a job's own model meets."""
-    require_supported(plan)
-    tied = [weight.name for part in shape.parts for weight in part.weights if weight.tied]
-    check_ties(plan, tied)
 
 
 def _check_unbuilt(plan: Plan) -> None:

@@ -14,6 +14,7 @@ from shardwise.parallel.apply import stages_of, unwrap
 from shardwise.parallel.batch_norm import BatchNorm
 from shardwise.parallel.gather import own_buffers
 from shardwise.parallel.gradsync import local
+from shardwise.parallel.stages import Stage
 from shardwise.step.snapshot import snapshot
 from shardwise.step.whole import whole_weights
 
@@ -67,10 +68,11 @@ class ModuleStep:
 
     def tied(self) -> dict[str, str]:
         """Return the other names of shared parameters, each with the one it is saved under."""
+        stages = stages_of(self.model)
+        if isinstance(stages[0], Stage):
+            return dict(stages[0].model_ties.first_names)  # every stage knows those of all
         kept = {id(parameter): name for name, parameter in self.named_parameters()}
-        everywhere = (
-            item for stage in stages_of(self.model) for item in stage.named_parameters(remove_duplicate=False)
-        )
+        everywhere = stages[0].named_parameters(remove_duplicate=False)
         return {name: kept[id(parameter)] for name, parameter in everywhere if kept[id(parameter)] != name}
 
     def whole_weights(self) -> dict[str, Tensor]:

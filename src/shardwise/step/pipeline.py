@@ -11,7 +11,9 @@ from torch import nn
 
 from shardwise.data.rows import cut_rows, tensors
 from shardwise.errors import JobError, ShardwiseError, some_of
+from shardwise.parallel.apply import parameters_of
 from shardwise.parallel.batch_norm import foreign_batch_norms
+from shardwise.parallel.stage_ties import TieSync, tied_copies
 from shardwise.step.loss_check import LossCheck
 from shardwise.step.optimizer_step import OptimizerStep, measured
 from shardwise.step.relay import Relay
@@ -49,6 +51,8 @@ class PipelineStep(OptimizerStep):
         self._plan = plan
         self._device = place.device
         self._group: dist.ProcessGroup = place.axis("pp").get_group()  # type: ignore[union-attr]
+        self._ties = TieSync(stages, cut, self._group, place.device)
+        self._copies = {id(parameter) for parameter in tied_copies(stages)}
         self._relay = Relay(stages, cut, self._group, place.device)
         self._ports: dict[Shape, dict[int, Ports]] = {}
         self._shape: Shape | None = None
@@ -89,13 +93,18 @@ class PipelineStep(OptimizerStep):
             self._share_remarks(self._remarks)
             self._remarks = None
         self._sync.finish()
+        self._ties.finish()
         total = torch.stack(self._sums).sum() if self._sums else torch.zeros((), device=self._device)
         return self._end(batch, total)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield what this rank holds of the model, under the names of the user's own module."""
-        for stage in self._stages:
-            yield from stage.named_parameters()
+        yield from parameters_of(self.model)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the parameters that this rank has a part in, but for copies that the first stage counts."""
+        return sum(each.numel() for _, each in self.named_parameters() if id(each) not in self._copies)
 
     def measure(self, micro_batch: MicroBatch, measures: Mapping[str, Metric]) -> dict[str, float]:
         """Return sum and count of each measure over the real rows, without training; communicates over the pp group.

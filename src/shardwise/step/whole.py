@@ -10,6 +10,7 @@ from shardwise.checkpoint.adapters import merge_state
 from shardwise.parallel.adapters import adapted as adapted_parts
 from shardwise.parallel.apply import stages_of
 from shardwise.parallel.gather import full_state_dict
+from shardwise.parallel.stages import Stage
 from shardwise.parallel.tensor_rules import is_transposed
 
 if TYPE_CHECKING:
@@ -50,9 +51,11 @@ def from_all(mine: T) -> list[T]:
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Return the names under which this rank's model has a weight that an earlier name has too."""
+    """Return the names under which the model has a weight that an earlier name has too."""
     tied = {}
     for stage in stages_of(model):
+        if isinstance(stage, Stage):
+            return dict(stage.model_ties.first_names)  # of all stages
         first: dict[int, str] = {}
         for name, value in stage.state_dict(keep_vars=True).items():
             original = first.setdefault(id(value), name)

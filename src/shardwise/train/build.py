@@ -15,7 +15,7 @@ from shardwise.engines.deepspeed.build import build_deepspeed_step
 from shardwise.errors import JobError, PlanError
 from shardwise.job.generators import seed_generators
 from shardwise.job.schedules import check_schedule
-from shardwise.parallel.apply import apply_plan, gradient_sync, stages_of
+from shardwise.parallel.apply import apply_plan, gradient_sync, parameters_of, stages_of
 from shardwise.parallel.batch_norm import foreign_batch_norms
 from shardwise.parallel.blueprint import job_blueprint, real_blueprint
 from shardwise.parallel.context_rules import check_context
@@ -32,6 +32,7 @@ from shardwise.parallel.probe import refuse_sparse, trainable_of, without_gradie
 from shardwise.parallel.reduced_list import ReducedList
 from shardwise.parallel.sharded import LOWER, check_sharded
 from shardwise.parallel.stage_plan import cut_layers
+from shardwise.parallel.stage_ties import share_copies, tied_copies
 from shardwise.parallel.stages import count_layers, find_layers, split_stages
 from shardwise.parallel.support import require_supported, uses_ddp
 from shardwise.parallel.tensor_rules import find_rules
@@ -98,7 +99,7 @@ def build_step(
         return step
     cut, model = _lay_out(job, blueprint, plan, place)
     seed_generators(seed)  # readers draw different dropout masks, whatever the model's init drew
-    named = [item for part in stages_of(model) for item in part.named_parameters()]
+    named = parameters_of(model)
     trainable = trainable_of(named)
     inner = gradient_sync(model, plan, place)
     sync = by_rounds(inner, model, trainable, plan=plan, place=place, ends_round=around.length.syncs_after)
@@ -111,7 +112,7 @@ def build_step(
             replica_mesh=place.axis(*plan.reader_axes) if plan.zero >= 2 else None,
         ),
         sync=sync,
-        update=_make_update(job, plan, world, [parameter for _, parameter in trainable], sync.gain),
+        update=_make_update(job, plan, world, model, sync.gain),
         autocast=Autocast(device_type=world.device.type, dtype=LOWER.get(plan.precision.compute)),
         origin=blueprint.weights.words if blueprint.weights is not None else "",
         after_first_backward=_first_check(named, plan, world, note, sync),
@@ -214,7 +215,9 @@ def _lay_out(job: Job, blueprint: Blueprint, plan: Plan, place: Place) -> tuple[
         device=place.device,
         dtype=LOWER.get(plan.precision.compute) if plan.zero >= 2 else None,
     )
-    return cut, torch.nn.ModuleList(apply_plan(replace(blueprint, module=stage), plan, place) for stage in stages)
+    applied = torch.nn.ModuleList(apply_plan(replace(blueprint, module=stage), plan, place) for stage in stages)
+    share_copies(stages)
+    return cut, applied
 
 
 def find_place(plan: Plan, world: World) -> Place:
@@ -231,12 +234,14 @@ def find_place(plan: Plan, world: World) -> Place:
     )
 
 
-def _make_update(job: Job, plan: Plan, world: World, parameters: list[nn.Parameter], gain: int) -> Update:
+def _make_update(job: Job, plan: Plan, world: World, model: nn.Module, gain: int) -> Update:
     """Choose the update; communicates where a gradient is spread over ranks, to join those."""
+    parameters = [parameter for _, parameter in parameters_of(model) if parameter.requires_grad]
+    copies = tied_copies(stages_of(model)) if plan.layout.pp > 1 else ()  # type: ignore[arg-type]
     cut_axes = tuple(axis for axis in ("shard", "tp") if axis != "shard" or plan.zero >= 2)
     layout = plan.layout.folded
     group = world.axis_group(layout, ("pp", *cut_axes))
-    norm = GradNorm(parameters, layout=layout, cut_axes=cut_axes, group=group, device=world.device)
+    norm = GradNorm(parameters, layout=layout, cut_axes=cut_axes, group=group, device=world.device, copies=copies)
     return choose_update(
         norm,
         parameters=parameters,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from shardwise.errors import PlanError
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
     from shardwise.hardware.machine import Cluster
     from shardwise.job import Job
-    from shardwise.plan.model.shape import ModelShape
     from shardwise.plan.plan import DType, Plan
 
 
@@ -41,7 +39,7 @@ def published_subject(
     name: str,
     cluster: Cluster,
     *,
-    accepts: Callable[[ModelShape, Plan], None],
+    accepts: Callable[[Plan], None],
     batch_size: int | None = None,
     length: int | None = None,
     precision: DType | None = None,
@@ -65,7 +63,7 @@ def published_subject(
         batch_source="--batch-size" if batch_size else "usual for this model",
         precision=held,
         precision_source=why,
-        accepts=partial(accepts, model.plain),
+        accepts=accepts,
     )
 
 
