@@ -223,9 +223,12 @@ def generator_states() -> list[Tensor]:
 def drawing_error(name: str, operator: str = "") -> JobError:
     """Return the refusal of a module whose random numbers cannot be keyed."""
     how = f" by {operator}" if operator else ""
+    fix = "use torch.nn.Dropout, torch.rand, torch.randn or bernoulli there"
+    if "attention" in operator:  # a fused kernel, which drops inside
+        fix = "call it under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or set its dropout_p to 0"
     return JobError(
         f"{name or 'the model'} draws random numbers of its own{how}, and masks are keyed by sample and place",
-        fix=f"use torch.nn.Dropout, torch.rand, torch.randn or bernoulli there, {DRAW}",
+        fix=f"{fix}, {DRAW}",
     )
 
 

@@ -7,7 +7,7 @@ forward (stochastic depth, noise, dropout inside of attention) is intercepted: s
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,7 @@ from shardwise.parallel.keyed_draws import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from contextlib import AbstractContextManager
 
     import numpy as np
     import numpy.typing as npt
@@ -149,27 +150,28 @@ def cut_region(module: nn.Module) -> CutRegion | None:
     return None if draws is None else CutRegion(keyed_dropouts(module), draws)
 
 
-class Replay:
-    """The masks and draws of a block from now on, kept so that recomputation in backward repeats them."""
+class BlockMasks:
+    """The keyed dropouts and draws of a block that is run again in backward."""
 
     def __init__(self, block: nn.Module) -> None:
-        self._dropouts = [(each, each.keys, each.calls) for each in keyed_dropouts(block)]
-        draws = draws_of(block)
-        self._draws: tuple[KeyedDraws, Moment] | None = None
-        if draws is not None and draws.is_on:
-            self._draws = draws, draws.moment()
+        self._dropouts = keyed_dropouts(block)
+        self._draws = draws_of(block)
+
+    def replay(self) -> AbstractContextManager[None]:
+        """Return what repeats the masks and draws from now on, to be entered when the block runs again."""
+        moments = [(dropout, dropout.keys, dropout.calls) for dropout in self._dropouts]
+        draws = self._draws.moment() if self._draws is not None and self._draws.is_on else None
+        return self._repeated(moments, draws)
 
     @contextmanager
-    def repeated(self) -> Iterator[None]:
-        """Go back to that moment while the block runs again."""
-        now = [(dropout, dropout.keys, dropout.calls) for dropout, _, _ in self._dropouts]
-        for dropout, keys, calls in self._dropouts:
+    def _repeated(
+        self, moments: list[tuple[KeyedDropout, Tensor | None, int]], moment: Moment | None
+    ) -> Iterator[None]:
+        now = [(dropout, dropout.keys, dropout.calls) for dropout in self._dropouts]
+        for dropout, keys, calls in moments:
             dropout.keys, dropout.calls = keys, calls
         try:
-            with ExitStack() as stack:
-                if self._draws is not None:
-                    draws, moment = self._draws
-                    stack.enter_context(draws.intercepting(moment))
+            with nullcontext() if self._draws is None or moment is None else self._draws.intercepting(moment):
                 yield
         finally:
             for dropout, keys, calls in now:

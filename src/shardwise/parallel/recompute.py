@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise.parallel.batch_norm import batch_norms
-from shardwise.parallel.keyed_masks import Replay
+from shardwise.parallel.keyed_masks import BlockMasks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -38,15 +38,15 @@ _KEPT = (
 def recompute_block(block: nn.Module, *, selective: bool) -> None:
     """Have `block` forget its activations after forward; everything, or all but the results of dear operators."""
     # The block's own forward is replaced, not the block: names of parameters stay as they are.
-    contexts = partial(_contexts, block, list(batch_norms(block)), selective=selective)
+    contexts = partial(_contexts, BlockMasks(block), list(batch_norms(block)), selective=selective)
     block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
 
 
-def _contexts(block: nn.Module, norms: list[BatchNorm], *, selective: bool) -> Contexts:
+def _contexts(masks: BlockMasks, norms: list[BatchNorm], *, selective: bool) -> Contexts:
     """Return what surrounds forward, and what surrounds its repetition; called when forward begins."""
     first, again = create_selective_checkpoint_contexts(_policy) if selective else (nullcontext(), nullcontext())
     # Wrapped even when there is nothing to put back: what `again` keeps is let go when it ends, not with the graph.
-    return first, _repeating(again, norms, Replay(block).repeated())
+    return first, _repeating(again, norms, masks.replay())
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ARG001 - torch's signature
