@@ -44,7 +44,7 @@ def test_links_are_shared_with_node_0_and_forgotten_when_nothing_follows():
     zero, one = pair()
     one.share_links([os.getpid()], now=100.0)
     zero.listen(now=100.0)
-    assert [(links.node, links.address) for links in zero.links(now=100.0)] == [(1, "10.0.0.2")]
+    assert [(links.node, links.addresses[0]) for links in zero.links(now=100.0)] == [(1, "10.0.0.2")]
     assert zero.links(now=110.0) == []
 
 

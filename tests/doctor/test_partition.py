@@ -7,7 +7,7 @@ import pytest
 
 from doctor.collectives import waiting, world
 from shardwise.doctor.hang import decide
-from shardwise.doctor.partition import Links, describe_partition, find_unanswered, look_at_links
+from shardwise.doctor.partition import Links, describe_partition, find_connections, look_at_links
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode"
 
@@ -26,36 +26,38 @@ def row(*, remote="0300A00A:C350", state="01", timer="01", repeats=5, inode=77):
         ({"repeats": 2}, set()),  # a lost packet or two
         ({"timer": "04"}, set()),  # the other end is there and takes nothing, as a stopped process
         ({"timer": "00"}, set()),
-        ({"state": "02"}, set()),
+        ({"state": "02"}, {"10.160.0.3"}),  # it is still being made
+        ({"state": "0A"}, set()),
         ({"inode": 78}, set()),  # of another process
     ],
     ids=str,
 )
 def test_a_connection_counts_when_its_data_is_sent_again_and_again(changes, found):
-    assert find_unanswered([HEAD, row(**changes)], {"77"}) == found
+    connections = find_connections([HEAD, row(**changes)], {"77"})
+    assert {each.remote for each in connections if not each.is_answered} == found
 
 
 def test_a_connection_that_is_answered_is_not_reported():
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as one:
         one.send(b"x")
-        assert look_at_links(1, "10.0.0.2", [os.getpid()]).unanswered == ()
+        assert look_at_links(1, "10.0.0.2", [os.getpid()]) == Links(1, socket.gethostname(), ("10.0.0.2",))
 
 
-ZERO, ONE, TWO = (Links(node, host, f"10.0.0.{node + 1}") for node, host in enumerate("abc"))
+ZERO, ONE, TWO = (Links(node, host, (f"10.0.0.{node + 1}", f"fd00::{node + 1}")) for node, host in enumerate("abc"))
 
 
 def without_answer(links, *addresses):
-    return Links(links.node, links.host, links.address, addresses)
+    return Links(links.node, links.host, links.addresses, addresses)
 
 
 def test_a_pair_is_named_once_with_both_hosts():
-    text = describe_partition([ZERO, without_answer(TWO, "10.0.0.2"), without_answer(ONE, "10.0.0.3")])
+    text = describe_partition([ZERO, without_answer(TWO, "10.0.0.2"), without_answer(ONE, "10.0.0.3", "fd00::3")])
     assert text.startswith("node 1 (b, 10.0.0.2) gets no answer from node 2 (c, 10.0.0.3)")
     assert text.count("gets no answer") == 1
 
 
-def test_an_address_that_no_node_has_reported_is_named_as_it_is():
-    assert "node 1 (b, 10.0.0.2) gets no answer from 10.9.9.9" in describe_partition([without_answer(ONE, "10.9.9.9")])
+def test_an_address_of_no_node_is_left_out():
+    assert describe_partition([ZERO, without_answer(ONE, "35.186.0.1")]) == ""
 
 
 def test_nothing_is_said_of_links_that_work():

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _REPEATS = 3
 """Times that TCP must have sent the same data again: 1.4 s without an answer at its shortest intervals."""
-_ESTABLISHED, _RETRANSMITS = "01", "01"
-"""State of a connection, and what its timer waits for, in /proc/net/tcp."""
+_STATES, _RETRANSMITS = ("01", "02"), "01"
+"""Of a connection, established or being made, and what its timer waits for, in /proc/net/tcp."""
 _INODE = re.compile(r"socket:\[(\d+)\]")
 
 
@@ -30,54 +30,72 @@ class Links(msgspec.Struct, frozen=True, tag="links"):
 
     node: int
     host: str
-    address: str
-    """By which other nodes reach it."""
+    addresses: tuple[str, ...]
+    """Its own: by which its launcher reaches node 0, and those of its ranks' connections."""
     unanswered: tuple[str, ...] = ()
+
+
+class Connection(msgspec.Struct, frozen=True):
+    """One TCP connection of a rank."""
+
+    local: str
+    remote: str
+    is_answered: bool
 
 
 def look_at_links(node: int, address: str, pids: Iterable[int]) -> Links:
     """Return what the connections of these ranks show; nothing unanswered where the kernel does not tell."""
-    found: set[str] = set()
+    found: list[Connection] = []
     for pid in pids:
+        inodes = _sockets(pid)
         for table in ("tcp", "tcp6"):
-            found |= find_unanswered(_lines(f"/proc/{pid}/net/{table}"), _sockets(pid))
-    return Links(node, socket.gethostname(), address, tuple(sorted(found)))
+            found += find_connections(_lines(f"/proc/{pid}/net/{table}"), inodes)
+    local = {each.local for each in found if not ipaddress.ip_address(each.local).is_loopback}
+    unanswered = {each.remote for each in found if not each.is_answered}
+    others = tuple(sorted(local - {address}))
+    return Links(node, socket.gethostname(), (address, *others), tuple(sorted(unanswered)))
 
 
 def describe_partition(found: Sequence[Links]) -> str:
-    """Name the pairs of nodes that get no answer from each other; empty where there are none."""
-    by_address = {links.address: links for links in found}
-    pairs: dict[frozenset[str], tuple[Links, str]] = {}
+    """Name the pairs of nodes that get no answer from each other; empty where there are none.
+
+    Addresses of no node are left out: a rank may talk to a tracker or a storage, which stops no collective.
+    """
+    by_address = {address: links for links in found for address in links.addresses}
+    pairs: dict[frozenset[int], tuple[Links, Links]] = {}
     for links in sorted(found, key=lambda links: links.node):
         for address in links.unanswered:
-            pairs.setdefault(frozenset((links.address, address)), (links, address))
-    parts = []
-    for links, address in pairs.values():
-        other = _name(by_address[address]) if address in by_address else address
-        parts.append(
-            f"{_name(links)} gets no answer from {other} over the connections of its ranks, though its launcher reaches"
-            " node 0: check the network between the two"
-        )
-    return "; ".join(parts)
+            other = by_address.get(address, links)
+            if other is not links:
+                pairs.setdefault(frozenset((links.node, other.node)), (links, other))
+    return "; ".join(
+        f"{_name(one)} gets no answer from {_name(other)} over the connections of its ranks, though its launcher"
+        " reaches node 0: check the network between the two"
+        for one, other in pairs.values()
+    )
 
 
 def _name(links: Links) -> str:
-    return f"node {links.node} ({links.host}, {links.address})"
+    return f"node {links.node} ({links.host}, {links.addresses[0]})"
 
 
-def find_unanswered(table: Sequence[str], inodes: Container[str]) -> set[str]:
-    """Return the addresses at the other ends of connections that wait for an answer, in the lines of /proc/net/tcp.
+def find_connections(table: Sequence[str], inodes: Container[str]) -> list[Connection]:
+    """Return the connections in the lines of /proc/net/tcp; see proc_pid_net(5) for its columns.
 
     `inodes` are those of the sockets to look at: the table has the whole machine's.
     """
     rows = [line.split() for line in table[1:]]
-    return {_address(row[2]) for row in rows if len(row) > 9 and row[9] in inodes and _is_unanswered(row)}
+    return [
+        Connection(_address(row[1]), _address(row[2]), not _is_unanswered(row))
+        for row in rows
+        if len(row) > 9 and row[9] in inodes and row[3] in _STATES
+    ]
 
 
 def _is_unanswered(row: Sequence[str]) -> bool:
-    """Whether a connection waits for an acknowledgement that does not come; see proc_pid_net(5) for the columns."""
+    """Whether a connection waits for an acknowledgement that does not come."""
     timer, _, _ = row[5].partition(":")
-    return row[3] == _ESTABLISHED and timer == _RETRANSMITS and int(row[6], 16) >= _REPEATS
+    return timer == _RETRANSMITS and int(row[6], 16) >= _REPEATS
 
 
 def _sockets(pid: int) -> set[str]:
