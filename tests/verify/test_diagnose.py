@@ -197,6 +197,18 @@ def test_masks_must_differ_inside_the_cut_region_and_agree_outside(same_input, s
     assert (finding.cause, finding.parameter, finding.ranks) == (words, "blocks.0.drop", (0, 1))
 
 
+@pytest.mark.parametrize("axis", ["replicate", "shard", "cp"])
+def test_ranks_with_other_samples_or_tokens_must_not_drop_the_same_in_every_call(axis):
+    equal = [masks(rank, same_mask=True, same_input=False) * 2 for rank in range(2)]
+    finding = judge_masks(equal, Layout(**{axis: 2}))
+    assert finding.cause == "equal dropout seeds across data-parallel ranks"
+    once = [
+        [*masks(rank, same_mask=True, same_input=False), *masks(rank, same_mask=False, same_input=False)]
+        for rank in (0, 1)
+    ]
+    assert judge_masks(once, Layout(**{axis: 2})) is None
+
+
 @pytest.mark.parametrize(("rate", "is_mask"), [(0.0, False), (0.5, True)])
 def test_a_dropout_that_drops_nothing_has_no_mask(rate, is_mask):
     dropout = torch.nn.Dropout(rate)

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.data import cursor, feed, slices
 from shardwise.job import refer
+from shardwise.layout import Layout
 from shardwise.parallel import apply, norm, stage_plan
 from shardwise.parallel.batch_norm import BatchNorm
 from shardwise.parallel.tensor_random import CutRandom
@@ -223,8 +224,17 @@ def test_different_dropout_seeds_outside_the_cut_region(plant):
     assert finding.cause == "different dropout seeds outside the cut region"
 
 
+@pytest.mark.parametrize("plan", ["ddp", "zero3", "ddp+precision=bf16"])
+def test_equal_dropout_seeds_across_data_parallel_ranks(plant, plan):
+    plant(Layout, "draw_index", lambda right, self, rank: 0)
+    finding = finding_on(plan, job="with_dropout")
+    assert finding.cause == "equal dropout seeds across data-parallel ranks"
+    assert (finding.parameter, finding.ranks) == ("1", (0, 1))
+
+
 def test_sound_dropout_masks_are_not_accused():
     assert verdict_on("tp", job="tensor_dropout").status == "passed"
+    assert verdict_on("ddp", job="with_dropout").status == "passed"
 
 
 def test_ranks_that_read_the_same_rows(plant):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from shardwise.plan import Plan
     from shardwise.verify.bench import Record
+    from shardwise.verify.plans import Exact
     from shardwise.verify.report import Kind
 
     Tensors = Mapping[str, Tensor]
@@ -54,10 +55,10 @@ def rounds_in(plan: Plan) -> str | None:
     return next((each for each in _LOWER if each in used), None)
 
 
-def exact_counterpart(plan: Plan) -> Plan:
-    """Return the plan in fp64 with gradients sent as they are, in which a cause can be found by value."""
+def exact_counterpart(plan: Plan, precision: Exact) -> Plan:
+    """Return the plan in one dtype with gradients sent as they are, in which a cause can be found by value."""
     communication = dataclasses.replace(plan.communication, compression="none")
-    return dataclasses.replace(in_precision(plan, "fp64"), communication=communication)
+    return dataclasses.replace(in_precision(plan, precision), communication=communication)
 
 
 def loss_band_gaps(record: Record, expected: Record, band: float) -> list[Gap]:

@@ -13,6 +13,7 @@ from shardwise.errors import InputError, TrainingError
 from shardwise.launch import run_forked
 from shardwise.verify.capture import Traced, trace
 from shardwise.verify.compare import Comparison, Limits, compare, strict_limits
+from shardwise.verify.masks import judge_masks, watch_masks
 from shardwise.verify.noise import is_comparable, may_be_noise, measure_noise
 from shardwise.verify.plans import Exact, one_process
 from shardwise.verify.pulse import StuckError, pause_limit_s, read_stuck
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from shardwise.layout import Layout
     from shardwise.plan import Plan, Precision
     from shardwise.verify.prepare import Preparation
+    from shardwise.verify.report import Finding
 
 T = TypeVar("T")
 
@@ -61,6 +63,7 @@ class Bench:
     _ones: dict[tuple[Exact, Variant, int], Record] = field(default_factory=dict)
     _lower: dict[tuple[Precision, Variant], Record] = field(default_factory=dict)
     _noise: dict[Exact, Limits] = field(default_factory=dict)
+    _masks: dict[tuple[Layout, int], Finding | None] = field(default_factory=dict)
     _longest_s: float = 0.0
     """Longest pause of one process between two moments of a training."""
     _number: int = 0
@@ -178,6 +181,19 @@ class Bench:
             if is_comparable(noise):
                 return self.compare(record, expected, noise), noise
         return comparison, limits
+
+    def mask_finding(self, plan: Plan) -> Finding | None:
+        """Train one step with dropout on and compare masks; remembered for plans that split the model alike."""
+        key = plan.layout, plan.zero
+        if key not in self._masks:
+            masks = on_ranks(
+                lambda world: watch_masks(world, self.preparation, plan),
+                plan.layout.world_size,
+                timeout_s=self.timeout_s,
+                backend=self.backend,
+            )
+            self._masks[key] = judge_masks(masks, plan.layout)
+        return self._masks[key]
 
     def apart(self, work: Callable[[], T]) -> T:
         """Do work with tensors in a fork, so that this process stays fit to be forked."""

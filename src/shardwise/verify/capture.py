@@ -59,6 +59,8 @@ class Traced(msgspec.Struct, kw_only=True):
     """Elements that this rank's optimizer keeps states for."""
     has_batch_norm: bool = False
     loss_dtype: str = ""
+    silenced: bool = False
+    """Whether the model has dropout, which was set to 0."""
     draws_random: bool = False
     """Whether a step moved the random generator although dropout is off."""
     drawn_by: str = ""
@@ -132,7 +134,8 @@ def _train(  # noqa: PLR0917 - positions of one private caller
     for batch in step.feed if variant is None else vary(step.feed, variant):
         watch.before(batch)
         watch.after(step(batch))
-    return msgspec.structs.replace(watch.seen, remarks=getattr(step, "remarks", []))
+    silenced = job.model.silenced  # type: ignore[attr-defined]  # a PreparedModel
+    return msgspec.structs.replace(watch.seen, silenced=silenced, remarks=getattr(step, "remarks", []))
 
 
 class _Watch:

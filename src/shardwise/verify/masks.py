@@ -1,7 +1,8 @@
-"""Dropout masks across ranks: different where activations are cut, equal where every rank holds the same."""
+"""Dropout masks across ranks: different where rows or activations are, equal where every rank holds the same."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from contextlib import contextmanager
 from itertools import combinations
@@ -39,7 +40,11 @@ class Mask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def watch_masks(world: World, preparation: Preparation, plan: Plan) -> list[Mask]:
-    """Train one step with dropout on and return every mask, in order; communicates over the world, on every rank."""
+    """Train one step with dropout on and return every mask, in order; communicates over the world, on every rank.
+
+    Not compiled, whatever the plan: a graph would draw in place of torch's function, from the same generator.
+    """
+    plan = dataclasses.replace(plan, compile="none")
     job = prepare_job(msgspec.structs.replace(preparation, dropout=True, steps=1))
     step = build_step(job, plan, world)
     with _watched(step.model) as masks:
@@ -82,7 +87,11 @@ def _digest(kept: Tensor) -> str:
 
 
 def judge_masks(by_rank: Sequence[Sequence[Mask]], layout: Layout) -> Finding | None:
-    """Compare the masks of tensor-parallel peers; returns what is wrong with the first that is."""
+    """Compare the masks of ranks with each other; returns what is wrong with the first that is."""
+    return _judge_tensor_peers(by_rank, layout) or _judge_data_peers(by_rank, layout)
+
+
+def _judge_tensor_peers(by_rank: Sequence[Sequence[Mask]], layout: Layout) -> Finding | None:
     for group in layout.groups("tp"):
         for one, other in combinations(group, 2):
             for mine, theirs in zip(by_rank[one], by_rank[other], strict=True):
@@ -91,6 +100,28 @@ def judge_masks(by_rank: Sequence[Sequence[Mask]], layout: Layout) -> Finding | 
                 holds_same, drops_same = mine.given == theirs.given, mine.dropped == theirs.dropped
                 if holds_same != drops_same:
                     return _finding(mine.place, (one, other), drops_same=drops_same)
+    return None
+
+
+def _judge_data_peers(by_rank: Sequence[Sequence[Mask]], layout: Layout) -> Finding | None:
+    """Find ranks with other rows or other tokens that drop the same entries in every call: one may by chance."""
+    for group in layout.groups("replicate", "shard", "cp"):
+        for one, other in combinations(group, 2):
+            pairs = [
+                (mine, theirs.dropped)
+                for mine, theirs in zip(by_rank[one], by_rank[other], strict=False)
+                if mine.dropped or theirs.dropped
+            ]
+            if pairs and all(mine.dropped == dropped for mine, dropped in pairs):
+                place = pairs[0][0].place
+                return Finding(
+                    cause="equal dropout seeds across data-parallel ranks",
+                    evidence=f"{place} on ranks {one} and {other} dropped the same entries of different samples or"
+                    f" tokens, and so did each of the {len(pairs)} calls of dropout in the step",
+                    parameter=place,
+                    step=0,
+                    ranks=(one, other),
+                )
     return None
 
 

@@ -42,21 +42,9 @@ def prepare_job(preparation: Preparation) -> Job:
     """Load the job and make it what verify trains; called on every rank."""
     job = load_job(preparation.reference)
 
-    def model() -> nn.Module:
-        made = shrunk(job.model) if preparation.shrink else job.model()
-        if not preparation.dropout and job.masks == "drawn":
-            for module, name in dropouts(made):
-                setattr(module, name, 0.0)
-            if is_mlx(made):
-                from shardwise.verify.mlx_jobs import silence_dropout
-
-                silence_dropout(made)
-        plain_experts(made)
-        return made
-
     return dataclasses.replace(
         job,
-        model=model,
+        model=PreparedModel(job, preparation),
         steps=preparation.steps,
         epochs=None,
         tokens=None,
@@ -66,6 +54,30 @@ def prepare_job(preparation: Preparation) -> Job:
         tensor_rules=preparation.tensor_rules or job.tensor_rules,
         lora=_prepare_lora(job, preparation),
     )
+
+
+class PreparedModel:
+    """Makes the model that verify trains; `silenced` is whether a dropout of it, or of its adapters, was set to 0."""
+
+    def __init__(self, job: Job, preparation: Preparation) -> None:
+        self._make = job.model
+        self._shrinks = preparation.shrink
+        self._silences = not preparation.dropout and job.masks == "drawn"
+        self.silenced = self._silences and job.lora is not None and job.lora.dropout > 0
+
+    def __call__(self) -> nn.Module:
+        """Return a fresh model, without dropout unless it is to stay on."""
+        made = shrunk(self._make) if self._shrinks else self._make()
+        if self._silences:
+            for module, name in dropouts(made):
+                setattr(module, name, 0.0)
+                self.silenced = True
+            if is_mlx(made):
+                from shardwise.verify.mlx_jobs import silence_dropout
+
+                silence_dropout(made)
+        plain_experts(made)
+        return made
 
 
 def _prepare_lora(job: Job, preparation: Preparation) -> Lora | None:

@@ -20,7 +20,6 @@ from shardwise.verify.bench import Bench
 from shardwise.verify.compare import EXACT
 from shardwise.verify.investigate import Case, investigate
 from shardwise.verify.kill import choose_kills
-from shardwise.verify.masks import judge_masks, watch_masks
 from shardwise.verify.noise import computes_in_less, conditions, may_be_noise
 from shardwise.verify.plans import (
     Exact,
@@ -33,7 +32,7 @@ from shardwise.verify.plans import (
 )
 from shardwise.verify.prepare import Preparation
 from shardwise.verify.pulse import StuckError
-from shardwise.verify.ranks import on_ranks, preload, require_meeting
+from shardwise.verify.ranks import preload, require_meeting
 from shardwise.verify.report import Finding, Gap, PlanVerdict, VerifyReport
 from shardwise.verify.resume import judge_resume
 from shardwise.verify.variants import Variant
@@ -49,7 +48,10 @@ if TYPE_CHECKING:
     from shardwise.verify.compare import Comparison, Limits
 
 _MEASURES = {"fp64": "every value equal to 1e-09 in fp64", "fp32": "every value within 4 noise floors in fp32"}
-_NOTES = {"drawn": "every dropout is set to 0", "keyed": "dropout is on: its masks are keyed"}
+_NOTES = {
+    "drawn": "every dropout is set to 0, but for one step in which masks are compared",
+    "keyed": "dropout is on: its masks are keyed",
+}
 
 _BACKEND_NOTES = {"mpi": ("plans on several ranks ran over mpi, started by mpirun",)}
 
@@ -183,7 +185,7 @@ def _judge_by_value(bench: Bench, name: str, plan: Plan, precision: Exact) -> Pl
         note = "; not in fp64, where one process differs from itself: the model casts to a lower precision"
         return msgspec.structs.replace(verdict, measure=verdict.measure + note)
     if comparison.first is None:
-        findings = [*not_applied(plan, record.traced), *_mask_findings(bench, plan)]
+        findings = [*not_applied(plan, record.traced), *_mask_findings(bench, plan, precision)]
     elif plan.engine == "mlx":
         evidence = f"{comparison.first} parted first; causes are looked for in models of torch alone"
         findings = [Finding(cause="not known", evidence=evidence)]
@@ -216,17 +218,11 @@ def _measure(precision: Exact, limits: Limits) -> str:
     return _MEASURES[precision] + conditions(limits)
 
 
-def _mask_findings(bench: Bench, plan: Plan) -> list[Finding]:
-    """Look at drawn dropout masks, which are off while numbers are compared, where ranks share one activation."""
-    if plan.layout.tp == 1:
+def _mask_findings(bench: Bench, plan: Plan, precision: Exact) -> list[Finding]:
+    """Look at drawn dropout masks, which are off while numbers are compared, in one more step with dropout on."""
+    if plan.layout.world_size == 1 or plan.engine == "mlx" or not bench.one(precision).traced[0].silenced:
         return []
-    masks = on_ranks(
-        lambda world: watch_masks(world, bench.preparation, plan),
-        plan.layout.world_size,
-        timeout_s=bench.timeout_s,
-        backend=bench.backend,
-    )
-    finding = judge_masks(masks, plan.layout)
+    finding = bench.mask_finding(plan)
     return [] if finding is None else [finding]
 
 
@@ -277,17 +273,22 @@ def _judge_by_band(bench: Bench, name: str, plan: Plan, changes: dict[str, float
         measure += f"; gradients and updates as close to fp32 as one process in {dtype}"
     record.discard()
     first = next((gap for gap in gaps if not gap.beyond <= 1), None)
+    if first is None:
+        findings = _mask_findings(bench, plan, "fp32")
+    else:
+        findings = [] if dtype is None else _exact_causes(bench, name, plan, first, dtype)
     return PlanVerdict(
         plan=name,
-        status="passed" if first is None else "failed",
+        status="failed" if first is not None or findings else "passed",
         measure=measure,
         worst=max(gaps, key=lambda gap: gap.beyond),
         first=first,
-        findings=() if first is None or dtype is None else _causes(bench, name, plan, first, dtype),
+        findings=tuple(findings),
     )
 
 
-def _causes(bench: Bench, name: str, plan: Plan, first: Gap, dtype: str) -> tuple[Finding, ...]:
-    """Look for the cause in fp64, where values can be compared."""
-    exact = _judge_by_value(bench, name, exact_counterpart(plan), "fp64")
-    return exact.findings or (no_exact_cause(first, dtype),)
+def _exact_causes(bench: Bench, name: str, plan: Plan, first: Gap, dtype: str) -> list[Finding]:
+    """Look for the cause in the plan without lower precision, where values can be compared."""
+    precision = measured_in(plan, "fp64")
+    exact = _judge_by_value(bench, name, exact_counterpart(plan, precision), precision)
+    return list(exact.findings) or [no_exact_cause(first, dtype)]
