@@ -44,9 +44,10 @@ class Training:
     """Does nothing unless dtype is float16, whose small gradients would vanish without it."""
 
     def state(self, epochs_done: int) -> dict:
-        """Return all that a later start needs, in plain values and tensors."""
+        """Return all that a later start needs, in plain values and tensors (gathers: called on every rank)."""
         return {
             "epochs_done": epochs_done,
+            "random": gather_random_states(self.device),  # else a resumed run would draw other dropout masks
             "model": self.model.module.state_dict(),  # without the wrapper's "module." before every name
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
@@ -59,12 +60,13 @@ class Training:
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self.scaler.load_state_dict(state["scaler"])
+        if len(state["random"]) == dist.get_world_size():  # other ranks than before draw other masks in any case
+            set_random_state(state["random"][dist.get_rank()], self.device)
         return state["epochs_done"]
 
 
 def run(options: argparse.Namespace) -> None:
     """Train on this rank, from joining the process group to leaving it."""
-    torch.manual_seed(0)
     device = start_process_group()
     data = load_images(options.data, options.limit)
     training = build(options, device)
@@ -82,9 +84,11 @@ def build_model() -> nn.Module:
 
 def build(options: argparse.Namespace, device: torch.device) -> Training:
     """Make the model, its wrapper and its optimizer (broadcasts rank 0's weights)."""
+    torch.manual_seed(0)  # so that the run can be repeated
     device_ids = [device.index] if device.type == "cuda" else None
     # Gradients become views into the communication buckets: one copy of them less in memory.
     model = DistributedDataParallel(build_model().to(device), device_ids=device_ids, gradient_as_bucket_view=True)
+    torch.manual_seed(1 + dist.get_rank())  # from here on: with one seed, all ranks would drop out the same units
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     dtype = choose_dtype(options.precision, device)
     return Training(
@@ -116,10 +120,11 @@ def train(training: Training, data: Images, options: argparse.Namespace, first_e
         loss = train_epoch(training, loader, options)
         accuracy = evaluate(training, data.test)
         say(f"epoch {epoch + 1} of {options.epochs}: loss {loss:.4f}, test accuracy {accuracy:.2%}")
+        state = training.state(epochs_done=epoch + 1)
         # Only rank 0 writes: all ranks hold the same, and two writers of one file tear it. The others need not
         # wait here, since nobody reads the file before the next start.
         if dist.get_rank() == 0:
-            save(training.state(epochs_done=epoch + 1), options.checkpoint)
+            save(state, options.checkpoint)
 
 
 def train_epoch(training: Training, loader: DataLoader, options: argparse.Namespace) -> float:
@@ -194,6 +199,20 @@ def ratio_over_ranks(part: torch.Tensor, whole: int, device: torch.device) -> fl
     both = torch.tensor([part, whole], dtype=torch.float64, device=device)
     dist.all_reduce(both)
     return (both[0] / both[1]).item()
+
+
+def gather_random_states(device: torch.device) -> list:
+    """Return every rank's states of torch's generators, CPU and GPU (gathers)."""
+    own = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return everyone
+
+
+def set_random_state(states: list, device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda" and len(states) > 1:
+        torch.cuda.set_rng_state(states[1], device)
 
 
 def save(state: dict, path: Path) -> None:

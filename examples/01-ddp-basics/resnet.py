@@ -13,13 +13,28 @@ def batch_norm(channels: int) -> nn.Module:
     return nn.BatchNorm2d(channels, momentum=0.3)
 
 
+class Convolution(nn.Conv2d):
+    """A convolution that computes in float32 on a CPU where its input is narrower than its stride.
+
+    In bfloat16 torch 2.13 leaves parts of that weight gradient unwritten on CPUs (3x3 with stride 2 on 1x1 maps, to
+    which the small digits shrink), and NaN comes out now and then.
+    """
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Map [N, in_channels, H, W] to [N, out_channels, H / stride, W / stride]."""
+        if images.device.type == "cpu" and images.shape[-1] < self.stride[-1]:
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(images.float())
+        return super().forward(images)
+
+
 class Block(nn.Module):
     """Two 3x3 convolutions and a shortcut; `stride` 2 halves the image's sides."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
         self.residual = nn.Sequential(
-            nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False),
+            Convolution(channels_in, channels, 3, stride, padding=1, bias=False),
             batch_norm(channels),
             nn.ReLU(inplace=True),
             nn.Conv2d(channels, channels, 3, padding=1, bias=False),

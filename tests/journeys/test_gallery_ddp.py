@@ -1,5 +1,7 @@
 """Chapter 1 of the gallery and the guide: the commands of both READMEs run, with less data and fewer processes."""
 
+import argparse
+import copy
 import gzip
 import importlib
 import re
@@ -12,6 +14,7 @@ import pytest
 
 from beds.ports import free_port
 from journeys.gallery import EXAMPLES, ROOT, Chapter, finish, losses, stop
+from shardwise.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -155,6 +158,62 @@ def test_ddp_training_resumes_to_the_numbers_of_an_uninterrupted_run(tmp_path, l
     assert [line.split(":")[1] for line in epochs(first) + epochs(resumed)] == [
         line.split(":")[1] for line in epochs(spawned)
     ]
+
+
+def test_ddp_training_with_dropout_draws_masks_by_rank_and_resumes_to_the_same_weights(tmp_path, monkeypatch):
+    import torch
+    from torch import nn
+
+    monkeypatch.syspath_prepend(CHAPTER.folder)
+    ddp_training = importlib.import_module("ddp_training")
+    dropout = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10))
+    monkeypatch.setattr(ddp_training, "build_model", lambda: copy.deepcopy(dropout))
+    data = importlib.import_module("idx_data").load_images("nowhere", limit=96)
+
+    def trained(device, name, epochs, *, resume=False):
+        options = argparse.Namespace(lr=0.01, precision="fp32", batch_size=16, accumulate=1, clip=1.0, epochs=epochs)
+        options.checkpoint = tmp_path / name
+        training = ddp_training.build(options, device)
+        mask = training.model.module[1](torch.ones(64))
+        first_epoch = ddp_training.resume(training, options.checkpoint) if resume else 0
+        ddp_training.train(training, data, options, first_epoch)
+        return mask, training.model.module[2].weight.detach().clone()
+
+    def body(world):
+        mask, whole = trained(world.device, "whole.pt", 2)
+        trained(world.device, "parts.pt", 1)
+        world.barrier()  # the file is there
+        _, resumed = trained(world.device, "parts.pt", 2, resume=True)
+        return mask, whole, resumed
+
+    (first, whole, resumed), (second, *_) = run_ranks(body, 2)
+    assert not torch.equal(first, second)
+    assert torch.equal(resumed, whole)
+
+
+@pytest.mark.parametrize("images", [8, 28])
+def test_gradients_of_the_gallerys_resnet_in_bfloat16_are_those_of_float32(monkeypatch, images):
+    import torch
+
+    monkeypatch.syspath_prepend(CHAPTER.folder)
+    block = importlib.import_module("resnet").Block(16, 32, 2)
+    batch = torch.randn(16, 16, images // 8, images // 8)  # as the last block with a stride gets them, or wider
+    found = [weight_gradient(block, batch, torch.bfloat16) for _ in range(3)]
+    expected = weight_gradient(block, batch, torch.float32)
+    for each in found:
+        torch.testing.assert_close(each, expected, rtol=0, atol=0.05 * float(expected.abs().max()))
+
+
+def weight_gradient(block, batch, dtype):
+    import torch
+
+    block.zero_grad()
+    for size in (1_000, 5_000, 20_000, 100_000):
+        torch.full((size,), float("nan"))  # what is not written afterwards is not right by chance
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32):
+        loss = block.residual[0](batch).float().square().sum()
+    loss.backward()
+    return block.residual[0].weight.grad.clone()
 
 
 def test_ddp_training_steps_on_a_window_of_uneven_batches_as_on_one_batch(monkeypatch):
