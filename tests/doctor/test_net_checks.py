@@ -22,7 +22,7 @@ from shardwise.doctor.net_facts import (
     Road,
     StorageFacts,
 )
-from shardwise.doctor.net_link_checks import check_links, check_mtu, check_port, check_reach
+from shardwise.doctor.net_link_checks import check_exposure, check_links, check_mtu, check_port, check_reach
 from shardwise.doctor.net_matrix import matrix
 from shardwise.doctor.net_names import check_names
 
@@ -222,6 +222,13 @@ CASES = {
         changed(healthy(), port=changed(healthy().port, cut={"b": "timed out", "c": "timed out"})),
         "fail",
         "b and 1 more cannot come to port 29500 of a (10.0.0.1): timed out",
+    ),
+    "public addresses": Bad(
+        check_exposure,
+        changed(healthy(), road=Road("network", "8.8.8.0/24", {**ADDRESS, "b": "8.8.8.8"})),
+        "warn",
+        "gloo and NCCL would listen on public addresses, such as 8.8.8.8, of host b: their ports ask for no secret",
+        "let a firewall drop what is not from these hosts, or use a private network",
     ),
     "packets that are lost": Bad(
         check_mtu,

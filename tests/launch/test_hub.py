@@ -1,5 +1,6 @@
 """The hub and its links over real sockets: who gets in, who is heard, who is missed."""
 
+import contextlib
 import socket
 import time
 
@@ -10,7 +11,7 @@ from shardwise.launch.hub import start_hub
 from shardwise.launch.link import _be_welcomed, join_hub
 from shardwise.launch.membership import Limits
 from shardwise.launch.network import listen
-from shardwise.launch.node_messages import Ended, FromHub, Hello, Leaving, Meet, Met, Opened, Over, Ready
+from shardwise.launch.node_messages import Admit, Ended, FromHub, Hello, Leaving, Meet, Met, Opened, Over, Ready
 from shardwise.launch.policy import RankExit
 from shardwise.launch.secret import PROTOCOL, Challenge
 from shardwise.launch.wire import Wire
@@ -114,6 +115,43 @@ def test_strangers_that_mumble_or_say_nothing_are_hung_up_on(port):
         while mute.recv(4096):
             pass
     assert join(port).node == 0  # and it still serves
+
+
+def test_a_flood_of_half_open_connections_keeps_no_node_out_and_loses_none(port):
+    a = join(port)
+    with contextlib.ExitStack() as stack:
+        flood = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(600)]
+        b = join(port, "b")
+        a.send(Opened(0, 4000))
+        b.send(Ready())
+        assert heard(a, Meet) == heard(b, Meet)
+        flood[0].settimeout(60)
+        while flood[0].recv(4096):  # the oldest is closed in favour of those that came later
+            pass
+    assert not a.lost
+    a.close()
+    b.close()
+
+
+def test_node_0_hears_the_addresses_of_all_nodes_before_they_are_sent_to_its_store(port):
+    a, b = join(port), join(port, "b")
+    a.send(Opened(0, 4000))
+    b.send(Ready())
+    first, *_, last = until(a, Meet)
+    assert (first, type(last)) == (Admit(("127.0.0.1",)), Meet)
+    assert not any(isinstance(message, Admit) for message in until(b, Meet))
+    a.close()
+    b.close()
+
+
+def until(link, kind, seconds=60):
+    """Return all that is heard, up to the first of one kind."""
+    found, deadline = [], time.monotonic() + seconds
+    while not any(isinstance(message, kind) for message in found):
+        assert time.monotonic() < deadline, found
+        found += link.take()
+        time.sleep(0.01)
+    return found
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,14 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from shardwise.doctor.net_checks import check_clocks, check_login, check_storage, check_versions
-from shardwise.doctor.net_link_checks import check_links, check_mtu, check_port, check_reach, stuck_pairs
+from shardwise.doctor.net_link_checks import (
+    check_exposure,
+    check_links,
+    check_mtu,
+    check_port,
+    check_reach,
+    stuck_pairs,
+)
 from shardwise.doctor.net_names import check_names
 from shardwise.doctor.net_roads import cut_pairs, lost_pairs
 
@@ -25,6 +32,7 @@ CHECKS = (  # in the order in which one thing rests on another
     check_storage,
     check_reach,
     check_port,
+    check_exposure,
     check_mtu,
     check_links,
 )

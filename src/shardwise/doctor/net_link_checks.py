@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from shardwise.doctor.check import Verdict, fail, ok, warn
 from shardwise.doctor.net_matrix import poor_links, slow_links
 from shardwise.doctor.net_roads import culprits, cut_pairs, lost_pairs, open_pairs, roads
+from shardwise.doctor.net_words import name_hosts
 
 if TYPE_CHECKING:
     from shardwise.doctor.net_facts import NetFacts, Pair, Road
@@ -60,6 +62,20 @@ def check_port(found: NetFacts) -> list[Verdict]:
         more = f" and {len(port.cut) - 1} more" if len(port.cut) > 1 else ""
         return [fail("port", f"{host}{more} cannot come to {where}: {why}", "open it, or name another: --master-port")]
     return [ok("port", f"{where} is free, and all others come there")]
+
+
+def check_exposure(found: NetFacts) -> list[Verdict]:
+    """The ports that ask for no secret, which torch opens on every host, are on a network of private addresses."""
+    if found.road is None or len(found.usable) < 2:
+        return []  # ranks of one machine listen on loopback
+    public = [host for host, address in found.road.addresses.items() if ip_address(address).is_global]
+    if not public:
+        return [ok("exposure", "gloo's and NCCL's ports, which ask for no secret, are on private addresses")]
+    fact = (
+        f"gloo and NCCL would listen on public addresses, such as {found.road.addresses[public[0]]}, of"
+        f" {name_hosts(public)}: their ports ask for no secret"
+    )
+    return [warn("exposure", fact, "let a firewall drop what is not from these hosts, or use a private network")]
 
 
 def check_mtu(found: NetFacts) -> list[Verdict]:

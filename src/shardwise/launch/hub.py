@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shardwise.launch.node_messages import Beat, Ended, FromNode, Hello, Over, Refused, Relay, rebased
+from shardwise.launch.node_messages import Admit, Beat, Ended, FromNode, Hello, Over, Refused, Relay, Welcome, rebased
 from shardwise.launch.processes import start_fork
 from shardwise.launch.roster import Roster
 from shardwise.launch.secret import Challenge, Proof, is_proof, new_nonce, prove
@@ -30,6 +30,8 @@ LOST_S = 5.0
 """A node that is silent for so long is lost: five beats, so that one lost packet and its repeat do not count."""
 _GREETING_S = 5.0
 """For a connection to show the secret and say who it is."""
+_MOST_STRANGERS = 256
+"""Connections that have not shown the secret, at a time."""
 _FAREWELL_S = 3.0
 """For nodes to hear that the run is over."""
 HUB = -3
@@ -77,6 +79,8 @@ class Hub:
         self._roster = roster
         self._version = version
         self._peers: list[_Peer] = []
+        self._admitted: tuple[str, ...] = ()
+        """The addresses of nodes that node 0 knows."""
 
     def serve(self) -> None:
         """Serve until the run is over and every node has heard so."""
@@ -110,11 +114,16 @@ class Hub:
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
-            while True:
+            for _ in range(_MOST_STRANGERS):  # in one turn: nodes are heard between
                 end, address = self._listener.accept()
                 peer = _Peer(Wire(end, FromNode), new_nonce(), str(address[0]), time.monotonic())
                 peer.wire.push(Challenge(peer.nonce, shardwise=self._version))
                 self._peers.append(peer)
+        strangers = [peer for peer in self._peers if not peer.wire.trusted]
+        # A flood costs the oldest their turn: a node shows the secret within a round trip.
+        for peer in strangers[: max(0, len(strangers) - _MOST_STRANGERS)]:
+            self._peers.remove(peer)
+            peer.wire.close()
 
     def _hear(self, peer: _Peer, now: float) -> None:
         messages = peer.wire.pull()
@@ -162,8 +171,16 @@ class Hub:
 
     def _tell(self) -> None:
         wires = {peer.node: peer.wire for peer in self._peers}
-        for node, message in self._roster.take():
-            if node in wires:
+        messages = [(node, message) for node, message in self._roster.take() if node in wires]
+        for node, message in messages:
+            if isinstance(message, Welcome):
+                wires[node].push(message)
+        addresses = tuple(sorted({peer.address for peer in self._peers if peer.node is not None}))
+        if 0 in wires and addresses != self._admitted:  # after node 0 was welcomed, before nodes are sent to the store
+            self._admitted = addresses
+            wires[0].push(Admit(addresses))
+        for node, message in messages:
+            if not isinstance(message, Welcome):
                 wires[node].push(_aged(message))
 
 

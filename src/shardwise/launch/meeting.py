@@ -12,7 +12,7 @@ import msgspec
 
 from shardwise.environment import adopt, variables
 from shardwise.launch.channel import Channel
-from shardwise.launch.orders import Assembly, StartMeeting
+from shardwise.launch.orders import KEY_VARIABLE, Assembly, StartMeeting
 from shardwise.launch.processes import die_with_parent
 
 if TYPE_CHECKING:
@@ -57,12 +57,14 @@ def _meet(order: StartMeeting) -> Assembly:
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
+    from shardwise.launch.signed_rendezvous import SignedBackend
+
     limit = timedelta(seconds=order.join_s)
     store = TCPStore(order.host, order.port, is_master=False, timeout=limit, wait_for_workers=False)
     handler = DynamicRendezvousHandler.from_backend(
         order.run_id,
         store,
-        C10dRendezvousBackend(store, order.run_id),
+        SignedBackend(C10dRendezvousBackend(store, order.run_id), order.key),
         order.least,
         order.most,
         # torch numbers nodes by the alphabet of their addresses; ours begin with the number they are to have.
@@ -78,5 +80,7 @@ def _meet(order: StartMeeting) -> Assembly:
 
 if __name__ == "__main__":
     text, end, launcher = sys.argv[1:4]
-    order = msgspec.structs.replace(msgspec.json.decode(text, type=StartMeeting), environ=variables(""))
+    environ = variables("")
+    key = environ.pop(KEY_VARIABLE)
+    order = msgspec.structs.replace(msgspec.json.decode(text, type=StartMeeting), environ=environ, key=key)
     meeting_work(order, int(end), int(launcher))()

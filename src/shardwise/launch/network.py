@@ -89,10 +89,10 @@ def listening_address(host: str, port: int, local_addr: str) -> str:
         return own_address(local_addr)
     meant = resolve(host, port)
     own = [address for address in meant if is_own(address)]
-    outward = [address for address in own if not _is_loopback(address)]
+    outward = [address for address in own if not is_loopback(address)]
     if outward:
         return outward[0]
-    others = {name: address for name, address in own_addresses().items() if not _is_loopback(address)}
+    others = {name: address for name, address in own_addresses().items() if not is_loopback(address)}
     told = ", ".join(f"{address} on {name}" for name, address in others.items()) or "none but loopback"
     if not own:
         raise LaunchError(
@@ -124,7 +124,8 @@ def listen(address: str, port: int, option: str = "--master-port") -> socket.soc
     return listener
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Return whether only this machine reaches `address`."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 

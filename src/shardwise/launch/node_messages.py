@@ -57,6 +57,12 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     port: int
 
 
+class Admit(msgspec.Struct, frozen=True, tag="admit"):
+    """To node 0: the nodes of the run have these addresses, and no other machine needs to reach the store."""
+
+    addresses: tuple[str, ...]
+
+
 class Meet(msgspec.Struct, frozen=True, tag="meet"):
     """Meet the others at the store of this round, by torch's rendezvous."""
 
@@ -144,7 +150,7 @@ class Relay(msgspec.Struct, frozen=True, tag="relay"):
 
 
 FromNode = Proof | Hello | Beat | Ready | Opened | Met | Failing | Leaving | Ended | Relay
-FromHub = Challenge | Proof | Welcome | Refused | Beat | Meet | Stop | Note | Again | Over | Relay
+FromHub = Challenge | Proof | Welcome | Refused | Beat | Admit | Meet | Stop | Note | Again | Over | Relay
 
 
 def rebased(exits: Iterable[RankExit]) -> tuple[RankExit, ...]:

@@ -14,7 +14,7 @@ from shardwise.errors import LaunchError
 from shardwise.launch.hub import LOST_S, start_hub
 from shardwise.launch.link import Link, join_hub
 from shardwise.launch.membership import Limits
-from shardwise.launch.network import interface_of, is_own, listen, listening_address, resolve
+from shardwise.launch.network import interface_of, is_loopback, is_own, listen, listening_address, resolve
 from shardwise.launch.node_messages import Hello
 from shardwise.run.printable import printable
 from shardwise.versions import package_version
@@ -46,6 +46,11 @@ class NodesSpec:
     last_call_s: float = 5.0
     max_restarts: int = 0
 
+    @property
+    def shared_secret(self) -> str:
+        """What only the nodes of this run know; the run's id where the user gave no secret."""
+        return self.secret or self.run_id
+
 
 def node_facts(nodes: NodesSpec, command: str) -> dict[str, str]:
     """Return what must be the same on every node, by what it is."""
@@ -72,7 +77,7 @@ def join_run(
     """
     host = socket.gethostname()
     run, hub, where = None, None, nodes.host
-    secret = nodes.secret or nodes.run_id
+    secret = nodes.shared_secret
     listener = _hub_listener(nodes)
     if listener is not None:
         with listener:
@@ -81,6 +86,11 @@ def join_run(
             note(
                 f"shardwise: node 0 waits for nodes at {where}:{nodes.port} on {interface_of(where) or 'its interface'}"
             )
+            if not nodes.secret and not is_loopback(where):
+                note(
+                    f"shardwise: SHARDWISE_SECRET is not set: who reaches {where}:{nodes.port} and knows --rdzv-id"
+                    f" {nodes.run_id!r} can join; export the same random secret on every node"
+                )
             limits = Limits(
                 least=nodes.least,
                 most=nodes.most,

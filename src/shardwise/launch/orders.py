@@ -48,6 +48,8 @@ class StartMeeting(msgspec.Struct, frozen=True, tag="meeting"):
     join_s: float
     last_call_s: float
     environ: dict[str, str]
+    key: str = ""
+    """By which the nodes sign what they agree on."""
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
@@ -78,6 +80,8 @@ Report = Started | Ended | Ready
 
 STORE = -1
 """Stands for the store where a rank is expected."""
+KEY_VARIABLE = "SHARDWISE_RENDEZVOUS_KEY"
+"""Carries the key of a rendezvous to a process that is not forked."""
 MEETING = -2
 """Likewise for the one that meets other nodes."""
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from signal import Signals
 from typing import TYPE_CHECKING
 
+from shardwise.launch.admission import Door
 from shardwise.launch.attempts import (
     Launched,
     LaunchSpec,
@@ -28,6 +29,7 @@ from shardwise.launch.evidence import gather_evidence
 from shardwise.launch.meeting import PRELOAD
 from shardwise.launch.network import interface_of, listen, own_address
 from shardwise.launch.node_messages import (
+    Admit,
     Again,
     Ended,
     Failing,
@@ -42,6 +44,7 @@ from shardwise.launch.node_messages import (
 )
 from shardwise.launch.orders import Assembly, StartMeeting
 from shardwise.launch.policy import Finish, GiveUp, RankExit
+from shardwise.launch.secret import rendezvous_key
 from shardwise.launch.supervise import Observer, Outcome, caught_signals, supervise
 from shardwise.run.launch_events import LaunchLog, launch_log
 from shardwise.run.variables import write_variables
@@ -142,6 +145,8 @@ class _Node:
     broken: str = ""
     """For which this node stopped its ranks of the last round by itself."""
     meeting: RankProcess | None = None
+    door: Door = field(default_factory=Door)
+    """Of the store, on node 0."""
     has_greeted: bool = False
     is_leaving: bool = False
 
@@ -169,6 +174,7 @@ class _Node:
         placed: Callable[[range], None],
     ) -> None:
         assembly = self._assemble(meet)
+        self.door.shut()
         if assembly is None:
             self.link.send(Ended(meet.round, ()))
         elif assembly.refusal:
@@ -205,14 +211,13 @@ class _Node:
             yield None
             return
         # A fresh server on a fresh port for every round: keys of a dead round can mislead nobody.
-        with listen(self.link.hub_address, 0) as listener:
-            port = listener.getsockname()[1]
+        with self.door.opened(listen(self.link.hub_address, 0), self.note) as listener:
             store = self.starter.start_store(listener)
-        try:
-            self.link.send(Opened(self.round, port))
-            yield store
-        finally:
-            store.end()
+            try:
+                self.link.send(Opened(self.round, listener.getsockname()[1]))
+                yield store
+            finally:
+                store.end()
 
     def _wait_for_meet(self, store: RankProcess | None) -> Meet:
         while self.meet is None or self.meet.round < self.round:
@@ -226,18 +231,7 @@ class _Node:
     def _assemble(self, meet: Meet) -> Assembly | None:
         """Meet the other nodes by torch's rendezvous; None when the hub calls it off."""
         ours, theirs = socket.socketpair()
-        order = StartMeeting(
-            host=self.link.hub_address,
-            port=meet.port,
-            run_id=f"{self.nodes.run_id}.{meet.round}",
-            node=self.link.node,
-            nproc=self.spec.nproc,
-            least=meet.least,
-            most=meet.most,
-            join_s=self.nodes.join_s + _HUB_FIRST_S,
-            last_call_s=meet.last_call_s,
-            environ=dict(self.environ),
-        )
+        order = _meeting_order(meet, self.link, self.nodes, self.spec.nproc, self.environ)
         answer: Channel[Assembly] = Channel(ours, Assembly)
         with theirs:
             self.meeting = self.starter.start_meeting(order, theirs)
@@ -307,6 +301,8 @@ class _Node:
         """Take in what the hub said."""
         for message in self.link.take():
             match message:
+                case Admit(addresses):
+                    self.door.admit(addresses)
                 case Meet():
                     self.meet = message
                 case Stop():
@@ -315,6 +311,24 @@ class _Node:
                     self.round = round_
                 case Over():
                     self.over = message
+
+
+def _meeting_order(meet: Meet, link: Link, nodes: NodesSpec, nproc: int, environ: Mapping[str, str]) -> StartMeeting:
+    """Return the order to join the rendezvous of a round, at the store of node 0."""
+    run_id = f"{nodes.run_id}.{meet.round}"
+    return StartMeeting(
+        host=link.hub_address,
+        port=meet.port,
+        run_id=run_id,
+        node=link.node,
+        nproc=nproc,
+        least=meet.least,
+        most=meet.most,
+        join_s=nodes.join_s + _HUB_FIRST_S,
+        last_call_s=meet.last_call_s,
+        environ=dict(environ),
+        key=rendezvous_key(nodes.shared_secret, run_id),
+    )
 
 
 def _ended(round_: int, outcome: Outcome, run: RunDirectory, *, is_stopped: bool) -> Ended:

@@ -7,7 +7,7 @@ import secrets
 
 import msgspec
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Number of the language nodes speak; nodes that speak another are refused."""
 
 
@@ -39,3 +39,8 @@ def prove(secret: str, role: str, challenge: str, own: str) -> str:
 def is_proof(mac: str, secret: str, role: str, challenge: str, own: str) -> bool:
     """Return whether `mac` answers `challenge`."""
     return hmac.compare_digest(mac.encode(), prove(secret, role, challenge, own).encode())
+
+
+def rendezvous_key(secret: str, run_id: str) -> str:
+    """Return the key by which nodes sign the state of the rendezvous `run_id`; it gives nothing of the secret away."""
+    return hmac.digest(secret.encode(), f"rendezvous {run_id}".encode(), "sha256").hex()

@@ -17,6 +17,7 @@ import msgspec
 from shardwise.errors import LaunchError
 from shardwise.launch.channel import Channel
 from shardwise.launch.orders import (
+    KEY_VARIABLE,
     MEETING,
     STORE,
     Ended,
@@ -99,11 +100,12 @@ class PlainStarter:
 
     def start_meeting(self, order: StartMeeting, answer: socket.socket) -> RankProcess:
         """Start a process that meets the other nodes; it imports torch first."""
-        # The environment is handed over as one: command lines can be read by every user of the machine.
-        bare = msgspec.structs.replace(order, environ={})
+        # Environment and key are passed as an environment: command lines can be read by every user of the machine.
+        bare = msgspec.structs.replace(order, environ={}, key="")
         words = [msgspec.json.encode(bare).decode(), str(answer.fileno()), str(os.getpid())]
         argv = [sys.executable, "-m", "shardwise.launch.meeting", *words]
-        popen = subprocess.Popen(argv, env=order.environ, pass_fds=[answer.fileno()], process_group=0)
+        environ = {**order.environ, KEY_VARIABLE: order.key}
+        popen = subprocess.Popen(argv, env=environ, pass_fds=[answer.fileno()], process_group=0)
         return RankProcess(MEETING, popen.pid, popen)
 
 
