@@ -12,6 +12,7 @@ import msgspec
 import torch
 from torch.nn import functional
 
+from shardwise.parallel.apply import unwrap
 from shardwise.train.build import build_step
 from shardwise.verify.prepare import Preparation, prepare_job
 from shardwise.verify.report import Finding
@@ -47,7 +48,7 @@ def watch_masks(world: World, preparation: Preparation, plan: Plan) -> list[Mask
     plan = dataclasses.replace(plan, compile="none")
     job = prepare_job(msgspec.structs.replace(preparation, dropout=True, steps=1))
     step = build_step(job, plan, world)
-    with _watched(step.model) as masks:
+    with _watched(unwrap(step.model)) as masks:
         for batch in step.feed:
             step(batch)
     return masks
