@@ -158,6 +158,16 @@ def test_the_check_draws_no_random_number_and_moves_no_state_of_the_loss():
     assert run_ranks(body, 1) == [(1, True)]
 
 
+def test_the_check_moves_no_buffer_that_a_loss_keeps():
+    def body(world):
+        center = nn.BatchNorm1d(4, dtype=torch.float64)
+        job = make_job(sw.Loss(sum=lambda output, batch: row_sum(center(output), batch)))
+        train(world, job)
+        return int(center.num_batches_tracked)
+
+    assert run_ranks(body, 1) == [1]
+
+
 @pytest.mark.parametrize("name", ["one", "ddp"])
 def test_a_weighted_mean_is_that_of_pytorch_over_the_global_batch(name):
     weights = torch.tensor([0.05, 0.1, 0.02, 0.03], dtype=torch.float64)

@@ -204,9 +204,9 @@ class StreamLoader:
 
 
 def _worker_generator(seed: int, dp_rank: int, first_step: int) -> torch.Generator:
-    """Return what seeds torch, Python and NumPy in DataLoader workers: the global generators stay alone.
+    """Return the generator that seeds torch, Python and NumPy in DataLoader workers, in place of the global one.
 
-    Data-parallel ranks draw apart, peers that read the same samples alike, and a resumed training anew.
+    Data-parallel ranks draw different numbers, their tensor-parallel and pipeline peers the same; after a resume, new.
     """
     return torch.Generator().manual_seed(hash((seed, dp_rank, first_step)) & (2**62 - 1))
 
@@ -214,9 +214,9 @@ def _worker_generator(seed: int, dp_rank: int, first_step: int) -> torch.Generat
 class StreamShare(IterableDataset[Any]):
     """One data-parallel rank's share of a stream and, in a DataLoader worker, that worker's micro-batches of it.
 
-    The stream itself must be the same everywhere, so a dataset that would split itself by `get_worker_info()` is told
-    of no worker: samples are split here, once. Workers take whole micro-batches in turn, which DataLoader collects in
-    turn, so that their number changes no batch.
+    The stream itself must be the same everywhere, so a dataset that would split itself by `get_worker_info()` gets None
+    from it: samples are split here, once. Workers take whole micro-batches in turn, which DataLoader collects in turn,
+    so that their number changes no batch.
     """
 
     def __init__(self, dataset: IterableDataset[Any], *, dp_rank: int, dp_size: int, micro_batch: int) -> None:
@@ -239,7 +239,7 @@ class StreamShare(IterableDataset[Any]):
 
 
 def _whole_stream(dataset: IterableDataset[Any]) -> Iterator[Any]:
-    """Iterate over a dataset that finds itself in no DataLoader worker."""
+    """Iterate over a dataset as if no DataLoader worker did."""
     with _no_worker():
         samples = iter(dataset)
     while True:

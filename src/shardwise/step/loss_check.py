@@ -8,13 +8,13 @@ back. Losses that communicate between tensor-parallel ranks may do so here: all 
 
 from __future__ import annotations
 
-import copy
+import functools
 import math
 import types
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.data.rows import map_rows, mark_rows, others, settle_marks, tensors
 from shardwise.errors import JobError
@@ -50,6 +50,8 @@ class LossCheck:
         if found is None:
             return True
         once, twice, counts, tolerance = found
+        if not math.isfinite(once + twice):
+            return True  # a loss that is not finite is another matter, which the update looks at
         if abs(once) < tolerance:
             return False  # nothing counted in these rows, perhaps
         self._judge(twice / once, counts, tolerance)
@@ -83,6 +85,8 @@ class LossCheck:
         known = all(type(tensor) is Tensor for tensor in tensors(output))  # a DTensor's rows may lie elsewhere
         if sum(of_output) != 1 or not by_row or not all(by_row) or others(batch) or not known:
             return None
+        if not _is_stateless(self._loss.sum):
+            return None
         size = sum(tensor.nbytes for tensor in tensors(output))
         few = rows if size <= _WHOLE_BYTES else 1
 
@@ -92,18 +96,34 @@ class LossCheck:
 
             return map_rows(repeat, output, of_output), map_rows(repeat, batch, of_batch)
 
-        function = self._loss.sum
-        if not isinstance(function, types.FunctionType):
-            function = copy.deepcopy(function)  # an object may keep statistics, which this check must not move
         with untouched_generators():
             try:
                 pairs = [repeated(1), repeated(2)]
-                once, twice = (function(*pair) for pair in pairs)
+                once, twice = (self._loss.sum_of(*pair) for pair in pairs)
                 counts = [self._loss.count_of(pair[1], few * (number + 1)) for number, pair in enumerate(pairs)]
             except Exception:  # noqa: BLE001 - user code may insist on the rows it is trained with
                 return None
         tolerance = max(1e-3, 8 * torch.finfo(once.dtype).eps)
         return float(once), float(twice), (counts[0], counts[1]), tolerance
+
+
+def _is_stateless(function: Any) -> bool:
+    """Whether a function may be called more often than once a micro-batch: nothing it refers to keeps statistics.
+
+    Methods and callable objects may; a plain function may where it closes over a module with buffers.
+    """
+    if isinstance(function, functools.partial):
+        return _is_stateless(function.func) and not any(
+            map(_has_buffers, (*function.args, *function.keywords.values()))
+        )
+    if not isinstance(function, types.FunctionType):
+        return False
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    return not any(map(_has_buffers, cells))
+
+
+def _has_buffers(value: Any) -> bool:
+    return isinstance(value, nn.Module) and next(value.buffers(), None) is not None
 
 
 def refuse_uncounted(total: Tensor) -> None:

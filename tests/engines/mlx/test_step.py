@@ -101,6 +101,12 @@ def test_bf16_computes_near_fp32_and_keeps_fp32_weights():
     assert {value.dtype for value in step.held().values.values()} == {torch.float32}
 
 
+def test_a_loss_that_counts_nothing_is_refused():
+    loss = dataclasses.replace(KINDS["points"][3], count=lambda _: 0)
+    with pytest.raises(JobError, match=r"Loss\.count is 0 over the whole global batch"):
+        trained(make_job(loss=loss), 1)
+
+
 def test_a_step_is_traced_once_for_each_number_of_rows():
     mx.enable_compile()
     calls = []

@@ -13,6 +13,7 @@ from shardwise.engines.mlx.arrays import to_torch
 from shardwise.engines.mlx.holding import Holding
 from shardwise.engines.mlx.optimizer import set_rates
 from shardwise.errors import some_of
+from shardwise.step.loss_check import refuse_uncounted
 from shardwise.step.step import StepReport
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class MlxStep(Holding):
         # Without this wait MLX would have to choose between old and new values of every array: measured, a third of
         # an update more.
         waits.finish(self.number, norm)
+        if not batch.denominator:
+            refuse_uncounted(to_torch(total))
         self.mark("optimizer", self.number)
         grad_norm = to_torch(norm)
         is_finite = bool(grad_norm.isfinite())
