@@ -1,4 +1,4 @@
-"""The catalogue of variables and the presets: whole, consistent, and with every value of the guide."""
+"""The catalogue of variables and the presets: whole, consistent, and with the guide's values that the lint approves."""
 
 import re
 import subprocess
@@ -7,6 +7,8 @@ import sys
 import pytest
 
 from shardwise.doctor.catalogue import FAMILIES, find_preset, read_catalogue, read_presets
+from shardwise.doctor.env import lint
+from shardwise.doctor.env_rules import Surroundings
 from shardwise.errors import InputError
 
 GUIDE_WITHOUT_INFINIBAND = {
@@ -16,9 +18,8 @@ GUIDE_WITHOUT_INFINIBAND = {
     "NCCL_SOCKET_NTHREADS": "4",
     "NCCL_NSOCKS_PERTHREAD": "2",
     "NCCL_BUFFSIZE": "4194304",
-    "OMP_NUM_THREADS": "4",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
+GUIDE_LEFT_OUT = {"OMP_NUM_THREADS": "4", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 GUIDE_WITH_INFINIBAND = {"NCCL_IB_DISABLE": "0", "NCCL_NET_GDR_LEVEL": "2", "NCCL_SOCKET_IFNAME": "ib0"}
 GUIDE_PER_RANK = {"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK"}
 
@@ -108,11 +109,31 @@ def test_presets_set_known_variables_to_values_they_take():
     assert set(read_presets()) == {"gcp", "infiniband", "aws-efa", "azure-nd", "workstation"}
 
 
-def test_presets_have_every_value_of_the_guide():
+def test_presets_have_every_value_of_the_guide_that_the_lint_does_not_advise_against():
     assert find_preset("gcp").variables == GUIDE_WITHOUT_INFINIBAND
     assert GUIDE_WITH_INFINIBAND.items() <= find_preset("infiniband").variables.items()
     assert all(set(preset.per_rank) == GUIDE_PER_RANK for preset in read_presets().values())
     assert not any(GUIDE_PER_RANK & set(preset.variables) for preset in read_presets().values())
+
+
+PLACES = {
+    "gcp": {},
+    "infiniband": {"interfaces": ("lo", "eth0", "ib0"), "has_rdma": True},
+    "aws-efa": {"has_rdma": True},
+    "azure-nd": {"has_rdma": True},
+    "workstation": {},
+}
+"""What a machine that a preset is for has, besides what all of them have."""
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_the_lint_advises_against_nothing_that_a_preset_sets(name):
+    common = {"interfaces": ("lo", "eth0"), "num_gpus": 8, "uses_nccl": True, "nproc": 8, "cores": 16}
+    here = Surroundings(**common | PLACES[name])
+    judged = lint(find_preset(name).variables, here)
+    assert [each for each in (*judged.explained, *judged.found) if each.state != "ok"] == []
+    with_all_of_the_guide = lint(find_preset("gcp").variables | GUIDE_LEFT_OUT, here)
+    assert GUIDE_LEFT_OUT.keys() <= {each.name for each in with_all_of_the_guide.found}
 
 
 def test_efa_is_not_infiniband_and_the_preset_says_so():
@@ -122,7 +143,7 @@ def test_efa_is_not_infiniband_and_the_preset_says_so():
 
 
 def test_the_users_own_variables_win():
-    preset, own = find_preset("gcp"), {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "4", "HOME": "/root"}
+    preset, own = find_preset("gcp"), {"NCCL_DEBUG": "WARN", "NCCL_BUFFSIZE": "4194304", "HOME": "/root"}
     assert preset.missing_from(own).keys() == GUIDE_WITHOUT_INFINIBAND.keys() - own.keys()
     assert preset.overruled_by(own) == {"NCCL_DEBUG": "WARN"}
 

@@ -52,6 +52,13 @@ def every_command():
             yield pytest.param(command, id=f"{page}: {command}", marks=marks)
 
 
+def test_pages_agree_on_what_is_built_and_what_was_tried():
+    texts = {page: page.read_text() for page in (*PAGES, *CHAPTERS)}
+    assert [page for page, text in texts.items() if "not built yet" in text] == []
+    if "on NCCL not tried yet" in texts[ROOT / "README.md"]:
+        assert "NCCL have not been tried yet" in texts[ROOT / "docs" / "hang.md"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("command", list(every_command()))

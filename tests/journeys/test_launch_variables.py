@@ -53,7 +53,7 @@ def test_a_preset_reaches_every_rank_and_the_users_own_variables_win(tmp_path):
     ranks = shown(done)
     assert len(ranks) == 2
     for found in ranks:
-        assert (found["NCCL_IB_DISABLE"], found["NCCL_BUFFSIZE"], found["OMP_NUM_THREADS"]) == ("1", "4194304", "4")
+        assert (found["NCCL_IB_DISABLE"], found["NCCL_BUFFSIZE"]) == ("1", "4194304")
         assert found["NCCL_DEBUG"] == "WARN"
     assert "preset gcp sets NCCL_IB_DISABLE=1" in done.stderr
     assert "your own NCCL_DEBUG=WARN stays" in done.stderr
