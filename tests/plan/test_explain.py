@@ -13,6 +13,8 @@ from shardwise.plan.choose.explain import (
     in_gb,
     in_numbers,
     in_seconds,
+    over_the_host_limit,
+    over_the_limit,
     reason,
     savings,
     smallest_cluster,
@@ -62,7 +64,17 @@ def wide_convolutions(times):
 
 def test_a_family_without_room_says_what_it_needs_and_what_to_shard():
     words = reason(search(asked("llama-7b", "8xA100-40GB", 64)), "ddp")
-    assert "the device has 42.3 GB: shard optimizer states (-47.2 GB) or shard gradients (-47.2 GB)" in words
+    limit = "a plan may use 40.2 GB (95% of the device's 42.3 GB)"
+    assert f"{limit}: shard optimizer states (-47.2 GB) or shard gradients (-47.2 GB)" in words
+
+
+def test_a_plan_between_the_limit_and_the_device_says_which_it_exceeds():
+    question = asked("llama-7b", "8xA100-40GB", 64)
+    memory = search(question).families["ddp"].memory
+    near = dataclasses.replace(memory, reserved=41.2e9 - memory.outside)
+    assert over_the_limit(near, question) == "needs 41.2 GB, a plan may use 40.2 GB (95% of the device's 42.3 GB)"
+    near = dataclasses.replace(memory, host=question.host_room + 1e9)
+    assert "(90% of a device's share of the node's " in over_the_host_limit(near, question)
 
 
 def test_reasons_name_the_chosen_the_slower_and_the_unneeded():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import shardwise as sw
 from shardwise.bench.memory import LiveBytes
 from shardwise.layout import Layout
 from shardwise.parallel import linear_cross_entropy as real
@@ -18,6 +19,8 @@ from shardwise.plan.model.decoder_parts import decoder_shape
 from shardwise.plan.model.forms import Model
 from shardwise.plan.model.published import published
 from shardwise.plan.model.sizes import DecoderConfig
+from shardwise.plan.plan import Offload
+from shardwise.step.trace import trace
 
 GPT2 = DecoderConfig(family="gpt2", vocab_size=999, context=64, width=64, num_layers=2, num_heads=4, tie_head=True)
 BF16 = Precision(compute="bf16")
@@ -115,3 +118,52 @@ def test_a_fused_loss_spares_most_of_a_large_vocabulary():
 def test_a_model_without_a_known_head_is_left_as_it_is():
     shape = published("t5-small", compute="bf16", gathered=False)
     assert Model(plain=shape, gathered=shape).for_plan(Plan(precision=BF16, fused_loss=True)) is shape
+
+
+@pytest.mark.parametrize("sync", ["last", "every"])
+def test_shards_of_gradients_are_on_the_host_alone_where_parameters_are(sync):
+    def memory(**changes):
+        plan = Plan(layout=Layout(shard=8), zero=3, precision=BF16, accumulation=4, gradient_sync=sync, **changes)
+        return predict_memory(published("llama-7b", compute="bf16", gathered=True), plan), plan
+
+    shards = 4 * published("llama-7b", compute="bf16", gathered=True).numel / 8
+    (on_device, plan), (offloaded, _) = memory(), memory(offload=Offload(parameters="cpu", optimizer="cpu"))
+    if sync == "last":  # FSDP2 adds whole gradients up on the device until the last micro-batch
+        assert offloaded.at_peak["gradients"] == on_device.at_peak["gradients"] == pytest.approx(8 * shards, rel=0.01)
+    else:
+        assert on_device.at_peak["gradients"] == pytest.approx(shards, rel=0.01)
+        assert "gradients" not in offloaded.at_peak
+    assert offloaded.host == pytest.approx(4 * shards, rel=0.01)  # parameter, gradient and two moments
+    assert plan.gradient_sync == sync
+
+
+def test_frozen_weights_beside_adapters_are_held_in_the_compute_dtype():
+    def parameters(compute):
+        shape = published("gpt2", compute=compute, gathered=False, lora=8)
+        frozen = sum(w.numel * part.count for part in shape.parts for w in part.weights if not (w.trained or w.tied))
+        memory = predict_memory(shape, Plan(precision=Precision(compute=compute)))
+        return frozen, memory.at_peak["parameters"] - 4 * (shape.numel - frozen), memory
+
+    frozen, held, memory = parameters("bf16")
+    assert held == 2 * frozen
+    assert memory.at_peak["casts"] < 0.02 * held  # of the adapters, which autocast casts
+    assert parameters("fp32")[1] == 4 * frozen
+
+
+def test_adapters_beside_a_base_in_bf16_hold_what_a_job_of_them_holds():
+    sample = (torch.arange(1024), torch.arange(1024))
+    job = sw.Job(
+        model=lambda: sw.models.decoder("gpt2").bfloat16(),
+        data=lambda split: [sample] * 8,
+        loss=sw.losses.token_cross_entropy,
+        optimizer=sw.adamw(lr=1e-3),
+        batch_size=4,
+        steps=1,
+        lora=sw.Lora(targets=("qkv", "attn.out", "up", "down"), rank=8),
+    )
+    plan = Plan(precision=BF16, micro_batch=4)
+    traced = predict_memory(trace(job, compute="bf16", gathered=False), plan)
+    closed = predict_memory(published("gpt2", compute="bf16", gathered=False, lora=8), plan)
+    assert closed.at_peak["parameters"] == pytest.approx(traced.at_peak["parameters"], rel=1e-3)
+    assert closed.at_peak["activations"] == pytest.approx(traced.at_peak["activations"], rel=0.03)
+    assert closed.at_peak["casts"] == pytest.approx(traced.at_peak["casts"], rel=0.01)

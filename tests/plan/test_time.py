@@ -68,6 +68,9 @@ def test_rate_and_utilisation_follow_from_the_step():
     assert time.samples_per_second == pytest.approx(16 / time.seconds)
     assert time.tokens_per_second_per_device == pytest.approx(2 * 4096 / time.seconds)
     assert 0.3 < time.mfu < 0.7
+    # Backward is twice forward, of attention too: what a fused kernel computes again is no use of the model's.
+    flops = 3 * published("llama-7b", compute="bf16", gathered=True).flops_per_sample
+    assert time.mfu == pytest.approx(2 * flops / time.seconds / parse_cluster("8xH100").device.peak("bf16"))
 
 
 @pytest.mark.parametrize(

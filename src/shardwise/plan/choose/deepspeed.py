@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.layout import Layout
 from shardwise.plan.choose.choices import divisors
-from shardwise.plan.choose.explain import in_gb, in_seconds
+from shardwise.plan.choose.explain import in_gb, in_seconds, over_the_host_limit, over_the_limit
 from shardwise.plan.choose.search import FAMILY_TIE, TIE, Candidate, refused_by_rule
 from shardwise.plan.cost.deepspeed import deepspeed_memory, deepspeed_time
 from shardwise.plan.cost.time import TimeModel
@@ -125,11 +125,8 @@ def _form(question: Question, times: TimeModel, name: str, spec: _Spec) -> Form:
             best = Candidate(plan=plan, memory=memory, time=time)
     if best is not None or least is None:
         return Form(name=name, best=best, refusal="" if best is not None else refusal)
-    if least.total > question.room:
-        fact = f"needs {in_gb(least.total)}, the device has {in_gb(question.cluster.device.memory_bytes)}"
-    else:
-        fact = f"needs {in_gb(least.host)} on the host for each device, which has {in_gb(question.host_room)}"
-    return Form(name=name, best=None, refusal=fact, memory=least)
+    exceeds = over_the_limit if least.total > question.room else over_the_host_limit
+    return Form(name=name, best=None, refusal=exceeds(least, question), memory=least)
 
 
 def _refusal(question: Question, spec: _Spec) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.hardware.machine import Cluster
 from shardwise.plan.choose.choices import LEAST_TOKENS, divisors, slices
-from shardwise.plan.choose.search import FILL, Candidate, Rejected, anything_fits
+from shardwise.plan.choose.search import FILL, HOST_FILL, Candidate, Rejected, anything_fits
 
 if TYPE_CHECKING:
     from shardwise.plan.choose.search import Answer, Question
@@ -57,6 +57,24 @@ def room_in_words(question: Question) -> str:
     return f"{device.name} has {in_gb(device.memory_bytes)}, of which {FILL:.0%} may be used"
 
 
+def over_the_limit(memory: Memory, question: Question) -> str:
+    """Return what a plan needs beside what it may use of a device, and how that limit comes to be."""
+    device = question.cluster.device
+    return (
+        f"needs {in_gb(memory.total)}, a plan may use {in_gb(question.room)}"
+        f" ({FILL:.0%} of the device's {in_gb(device.memory_bytes)})"
+    )
+
+
+def over_the_host_limit(memory: Memory, question: Question) -> str:
+    """Return the same of a device's share of its node's host memory."""
+    node = question.cluster.node
+    return (
+        f"needs {in_gb(memory.host)} of host memory for each device, a plan may use {in_gb(question.host_room)}"
+        f" ({HOST_FILL:.0%} of a device's share of the node's {in_gb(node.host_memory_bytes)})"
+    )
+
+
 def reason(answer: Answer, family: str) -> str:
     """Return one sentence: why a family was not chosen, or that it was."""
     entry, best = answer.families[family], answer.best
@@ -85,8 +103,8 @@ def _rejection(answer: Answer, entry: Rejected) -> str:
     if entry.reason == "impossible" or entry.memory is None or entry.plan is None:
         return entry.detail or _impossible(entry.family, question)
     if entry.reason == "host memory":
-        return f"needs {in_gb(entry.memory.host)} on the host for each device, which has {in_gb(question.host_room)}"
-    needs = f"needs {in_gb(entry.memory.total)}, the device has {in_gb(question.cluster.device.memory_bytes)}"
+        return over_the_host_limit(entry.memory, question)
+    needs = over_the_limit(entry.memory, question)
     ways = savings(entry.plan, entry.memory, question)
     return f"{needs}: {' or '.join(ways[:2]) or 'use more devices'}"
 

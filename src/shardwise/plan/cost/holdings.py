@@ -89,6 +89,8 @@ class Holdings:
         self.compute_bytes = ELEMENT_BYTES[plan.precision.compute]
         self.held_bytes = ELEMENT_BYTES[plan.precision.parameter]
         self.reduce_bytes = ELEMENT_BYTES[plan.precision.reduce]
+        self.sheds_gradients = self.sharded and plan.offload.parameters != "none"
+        """Whether shards of gradients are on the host: FSDP2 sends each there as soon as it is reduced."""
         self.root = sum(share.unit for share in self.shares if share.part.kind != "block")
         """Weights outside the blocks, which sharding gathers as one unit."""
         self.saved = [self.amount(share.part.footprints[plan.recompute].saved) for share in self.shares]

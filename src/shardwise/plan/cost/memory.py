@@ -137,8 +137,9 @@ def _accumulated(own: Holdings) -> float:
         return 0.0
     if not own.sharded:
         return own.held_bytes * own.total("trained")
-    cut = own.plan.gradient_sync == "every"
-    return own.reduce_bytes * own.total("owned_trained" if cut else "trained")
+    if own.plan.gradient_sync == "last":
+        return own.reduce_bytes * own.total("trained")
+    return 0.0 if own.sheds_gradients else own.reduce_bytes * own.total("owned_trained")
 
 
 def _casts(own: Holdings, before: Sequence[Share], share: Share, count: int) -> float:
@@ -230,7 +231,8 @@ def _add_sharded(own: Holdings, now: dict[str, float], index: int, position: int
     if own.plan.accumulation > 1 and own.plan.gradient_sync == "last":
         now["gradients"] = own.reduce_bytes * own.total("trained")
     else:
-        now["gradients"] = own.reduce_bytes * _done(own, index, position, "owned_trained", root=False)
+        shards = 0.0 if own.sheds_gradients else _done(own, index, position, "owned_trained", root=False)
+        now["gradients"] = own.reduce_bytes * shards
         root_done = _done(own, index, position, "trained", blocks=False)
         now["gradients on their way"] = own.compute_bytes * (root_done + _fresh(own, index, moment))
     if own.plan.zero == 2:
@@ -265,7 +267,7 @@ def _sent_last(own: Holdings, index: int, position: int) -> float:
 
 def _update(own: Holdings, rest: Mapping[str, float]) -> tuple[str, dict[str, float]]:
     now = dict(rest)
-    if not own.uses_buckets:
+    if not own.uses_buckets and not own.sheds_gradients:
         now["gradients"] = own.held_bytes * own.total("owned_trained" if own.sharded else "trained")
     owned = own.total("owned_trained" if own.plan.zero else "trained")
     now["temporaries"] = own.held_bytes * own.optimizer.temporaries * owned

@@ -242,10 +242,11 @@ class TimeModel:
 def training_flops(part: Part) -> float:
     """Return multiplications and additions per sample of forward and backward, nothing computed twice.
 
-    Frozen weights get no gradient.
+    Those of model FLOPs utilization (PaLM, appendix B): backward is twice forward, of attention too, though a fused
+    kernel computes its scores again there. Frozen weights get no gradient.
     """
     products = sum((3.0 if item.trained else 2.0) * item.flops for item in part.work.matmuls)
-    return products + 3.5 * sum(item.flops for item in part.work.attentions)
+    return products + 3.0 * sum(item.flops for item in part.work.attentions)
 
 
 def _compute_parts(costs: Sequence[StageCost], micro_batches: int) -> dict[str, float]:

@@ -12,7 +12,7 @@ from shardwise.plan.model.sizes import BYT5_COMMON, BYT5_SIZES, RESNETS, SIZES, 
 from shardwise.plan.model.t5_parts import t5_shape
 
 if TYPE_CHECKING:
-    from shardwise.plan.model.shape import ModelShape
+    from shardwise.plan.model.shape import ModelShape, Part
     from shardwise.plan.plan import DType
 
 PUBLISHED: tuple[str, ...] = (*RESNETS, *SIZES, *T5_SIZES, *BYT5_SIZES)
@@ -26,10 +26,23 @@ def published(name: str, *, compute: DType, gathered: bool, length: int | None =
     """Describe a published model trained in `compute`; `gathered` when sharding hands weights over in that dtype.
 
     `length` is tokens per sample (None: the model's context; T5's labels are a quarter as long), or an image's side
-    in pixels; `lora` is the rank of adapters on every matrix of the blocks, with all else frozen.
+    in pixels; `lora` is the rank of adapters on every matrix of the blocks, with all else frozen and, where that is
+    half precision, held in `compute`, as a checkpoint to be fine-tuned is loaded.
     """
-    shape = _published(name, length, {"compute": compute, "gathered": gathered, "lora": lora})
+    is_narrow = lora > 0 and compute in {"bf16", "fp16"}
+    shape = _published(name, length, {"compute": compute, "gathered": gathered or is_narrow, "lora": lora})
+    if is_narrow:
+        parts = tuple(_hold_frozen_narrow(part) for part in shape.parts)
+        return dataclasses.replace(shape, name=f"{name} in {compute} + LoRA {lora}", parts=parts)
     return dataclasses.replace(shape, name=f"{name} + LoRA {lora}") if lora else shape
+
+
+def _hold_frozen_narrow(part: Part) -> Part:
+    """Return a part whose frozen weights are held in the compute dtype, so that nothing casts them."""
+    weights = [
+        weight if weight.trained else dataclasses.replace(weight, narrow=True, cast=False) for weight in part.weights
+    ]
+    return dataclasses.replace(part, weights=tuple(weights))
 
 
 def _published(name: str, length: int | None, options: dict[str, Any]) -> ModelShape:
