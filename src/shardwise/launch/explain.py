@@ -90,4 +90,5 @@ def _evidence(cause: RankExit, run: RunDirectory, *, is_shown: bool) -> str:
         return f"rank {cause.rank}:\n{cause.failure.traceback.rstrip()}"
     if not cause.log:
         return ""
-    return "\n".join([f"rank {cause.rank}, end of {log}:", *cause.log])
+    where = str(log) if log.exists() else "its standard error"  # the log of another node
+    return "\n".join([f"{_name(cause)}, end of {where}:", *cause.log])
