@@ -19,6 +19,7 @@ from shardwise.parallel.apply import apply_plan, gradient_sync, parameters_of, s
 from shardwise.parallel.batch_norm import foreign_batch_norms
 from shardwise.parallel.blueprint import job_blueprint, real_blueprint
 from shardwise.parallel.context_rules import check_context
+from shardwise.parallel.forward_watch import watch_forward
 from shardwise.parallel.held_dtypes import check_dtypes
 from shardwise.parallel.keyed_masks import key_dropouts
 from shardwise.parallel.lora import adapt_blueprint
@@ -119,6 +120,7 @@ def build_step(
         compare_batches=_peer_batches(job, plan, world),
         **vars(around),
     )
+    watch_forward(stages_of(model), plan, parts.optimized)
     if cut is None:
         return plain_step(job, model, parts, plan=plan, note=note)
     return PipelineStep(job, stages_of(model), parts, cut=cut, plan=plan, place=place)  # type: ignore[arg-type]

@@ -1,0 +1,164 @@
+"""Weights that forward changes: momentum teachers, clamped weights, unit norms.
+
+In one process a forward pass may write to parameters. Where every rank has them whole (ddp, ZeRO-1) that stays right,
+since all ranks write the same. FSDP2 frees what a unit's forward wrote with the gathered copy, a pipeline runs other
+micro-batches before backward, and an optimizer on the host overwrites it: the first two are refused by name, the third
+takes the values over before each step. With gradient accumulation, forward may write only what it would write once
+(a clamp), not what adds up (a moving average).
+
+The first two steps are watched by fingerprints of all values around each forward pass, two reductions per parameter:
+version counters miss what is written through `.data`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import JobError, some_of
+from shardwise.parallel.gradsync import local
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
+
+    from shardwise.parallel.optimizer import Optimized
+    from shardwise.plan import Plan
+
+_STEPS = 2
+"""A teacher that starts as a copy of its student changes in the second step only."""
+_ROUNDINGS = 64
+"""Rounding errors by which writing the same once more may move a value: a norm of 1 is 1 but for those."""
+_PART = 1 << 22
+_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+Prints = dict[str, tuple[Tensor, int]]
+"""Sum and norm of each parameter, and where its memory begins."""
+
+
+def watch_forward(stages: Sequence[nn.Module], plan: Plan, optimized: Optimized) -> None:
+    """Have the first two steps refuse, or make right, a forward pass that changes parameters; on every rank.
+
+    A compiled forward is not watched: a hook in it would be compiled too.
+    """
+    if plan.compile != "none":
+        return
+    watch = _Watch(plan, optimized)
+    for stage in stages:
+        for name, part in stage.named_modules():
+            is_unit = isinstance(part, FSDPModule)
+            if is_unit or (part is stage and plan.zero < 2):
+                watch.attach(name, part)
+    watch.end_after_steps(optimized.optimizer)
+
+
+class _Watch:
+    """Compares the values of parameters before and after forward."""
+
+    def __init__(self, plan: Plan, optimized: Optimized) -> None:
+        self._plan = plan
+        self._optimized = optimized
+        self._before: dict[str, Prints] = {}
+        self._handles: list[RemovableHandle] = []
+        self._steps = 0
+        self._passes: dict[str, int] = {}
+        """Forward passes of each unit in this step."""
+        self._takes_over = False
+
+    def attach(self, name: str, module: nn.Module) -> None:
+        """Watch every forward pass of a unit; FSDP2 gathers before the first hook here and frees after the second."""
+
+        def before(part: nn.Module, *_: Any) -> None:
+            if part.training and torch.is_grad_enabled():
+                self._before[name] = _prints(part)
+
+        def after(part: nn.Module, *_: Any) -> None:
+            first = self._before.pop(name, None)
+            if first is not None:
+                self._judge(name, first, _prints(part))
+
+        self._handles.append(module.register_forward_pre_hook(before))
+        self._handles.append(module.register_forward_hook(after, prepend=True))
+
+    def end_after_steps(self, optimizer: Optimizer) -> None:
+        """Stop watching when the optimizer has made its first steps."""
+
+        def count(*_: Any) -> None:
+            self._steps += 1
+            self._passes.clear()
+            if self._steps == _STEPS:
+                for each in self._handles:
+                    each.remove()
+
+        optimizer.register_step_post_hook(count)  # stays: one cannot be removed while torch goes through them
+
+    def _judge(self, unit: str, before: Prints, after: Prints) -> None:
+        number = self._passes[unit] = self._passes.get(unit, 0) + 1
+        changed = _changed(before, after, roundings=0 if number == 1 else _ROUNDINGS)
+        if not changed:
+            return
+        plan = self._plan
+        names = some_of(f"{unit}.{name}" if unit else name for name in changed)
+        if plan.zero >= 2:
+            raise _refusal(names, f"zero = {plan.zero} gathers them for forward and frees that copy")
+        if plan.layout.pp > 1:
+            raise _refusal(names, "a pipeline runs forward of other micro-batches before backward")
+        if number > 1:
+            raise _refusal(names, f"again in each of the {plan.accumulation} forward passes of a step")
+        trained = {name for name, _ in self._optimized.named}
+        moved = [name for name in changed if before[name][1] != after[name][1] and name in trained]
+        on_host = plan.offload.optimizer != "none"
+        if plan.zero == 1 and moved and not on_host:
+            raise _refusal(some_of(moved), "by new memory (`.data = ...`), where zero = 1 keeps the old")
+        if on_host and not self._takes_over:
+            self._takes_over = True
+            self._optimized.optimizer.register_step_pre_hook(lambda *_: self._optimized.refresh())
+
+
+def _refusal(names: str, fact: str) -> JobError:
+    return JobError(
+        f"forward changes the values of {names}: {fact}",
+        fix="leave weights as they are in forward, or use --plan ddp with accumulation = 1",
+    )
+
+
+@torch.no_grad()
+def _prints(module: nn.Module) -> Prints:
+    found = {}
+    for name, parameter in module.named_parameters():
+        if parameter.dtype in _DTYPES and not _is_shard(parameter):
+            value = local(parameter.detach())
+            found[name] = _sum_and_norm(value), value.data_ptr()
+    return found
+
+
+def _sum_and_norm(value: Tensor) -> Tensor:
+    """Return both in fp64, a part at a time: torch casts what it reduces into a copy."""
+    parts = value.reshape(-1).split(_PART)
+    sums = torch.stack([part.sum(dtype=torch.float64) for part in parts])
+    norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts])
+    return torch.stack([sums.sum(), torch.linalg.vector_norm(norms)])
+
+
+def _is_shard(parameter: nn.Parameter) -> bool:
+    """Whether FSDP2 shows its shard now: that belongs to another unit, and what is written to it stays."""
+    if not isinstance(parameter, DTensor):
+        return False
+    return bool({"shard", "replicate"} & set(parameter.device_mesh.mesh_dim_names or ()))
+
+
+def _changed(before: Prints, after: Prints, *, roundings: int) -> list[str]:
+    """Name what differs by more than `roundings` rounding errors of fp32 or, for fp64, of that."""
+    common = [name for name in before if name in after]
+    if not common:
+        return []
+    first, last = (torch.stack([each[name][0] for name in common]).cpu() for each in (before, after))
+    allowed = roundings * torch.finfo(torch.float32).eps * first.abs().amax(dim=1, keepdim=True)
+    is_same = ((last - first).abs() <= allowed) | (first.isnan() & last.isnan())
+    return [name for name, same in zip(common, is_same.all(dim=1).tolist(), strict=True) if not same]
