@@ -128,6 +128,8 @@ def biased():
     return torch.nn.Sequential(*parts, torch.nn.Linear(8, 3))
 
 
+divisible = points(lambda: torch.nn.Linear(6, 3), batch_size=10)
+evaluated = dataclasses.replace(batch_norm, data=lambda split: Points() if split in {"train", "test"} else None)
 amplified = points(biased, optimizer=sw.adamw(lr=1e-2, eps=1e-15))
 noisy = points(lambda: Noisy(6, 3))
 attending = points(lambda: torch.nn.Sequential(Attending()))

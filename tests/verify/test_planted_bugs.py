@@ -186,6 +186,27 @@ def test_weights_beside_amplified_noise_keep_their_sharp_limit(plant):
     assert verdict.first.limit < 1e-8
 
 
+def test_an_evaluation_that_counts_padding(plant):
+    def count_batches(right, *args, **kwargs):
+        found = right(*args, **kwargs)
+        return {**found, "loss/count": 20.0 if "loss/count" in found else 0.0}
+
+    plant(plain.PlainStep, "measure", count_batches)
+    finding = finding_on("ddp", job="evaluated")
+    assert finding.cause == "wrong evaluation"
+    assert verdict_on("ddp", job="evaluated").first.kind == "evaluation"
+
+
+def test_rows_that_only_a_short_step_loses(plant):
+    def lose_a_row(right, self, step):
+        places = right(self, step)
+        short = self.rows_of_step(step) < self.batch_size
+        return [(start, stop - 1) if short else (start, stop) for start, stop in places]
+
+    plant(slices.Slices, "places", lose_a_row)
+    assert finding_on("ddp", job="divisible").cause == "other batches"
+
+
 def test_skipped_last_micro_batch(plant):
     plant(plain.PlainStep, "_accumulate", lambda right, self, batches, weight: right(self, batches[:-1], weight))
     finding = finding_on("ddp+accumulation=5")

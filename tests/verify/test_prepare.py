@@ -22,6 +22,19 @@ def test_dropout_is_off_unless_asked_for():
     assert kept.model()[1].p == 0.5
 
 
+@pytest.mark.parametrize(("batch_size", "rows"), [(2, 3), (3, 4), (8, 13), (10, 15), (40, 61)])
+def test_the_last_step_is_short_and_an_evaluation_ends_unevenly(batch_size, rows):
+    job = prepare_job(Preparation(reference=refer(f"{JOBS}:evaluated", {"batch_size": str(batch_size)}), steps=2))
+    assert (len(job.data("train")), len(job.data("test"))) == (rows, rows)
+    assert rows % batch_size
+    assert job.data("other") is None
+
+
+def test_a_dataset_that_ends_sooner_stays_as_it_is():
+    job = prepare_job(Preparation(reference=refer(f"{JOBS}:evaluated", {}), steps=9))
+    assert len(job.data("train")) == 100
+
+
 def test_keyed_dropout_stays_on():
     job = prepare_job(Preparation(reference=refer(f"{JOBS}:keyed_dropout", {}), steps=2))
     assert job.model()[1].p == 0.5

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.verify.capture import grads_file, values_file
-from shardwise.verify.compare import losses_of, rank_gaps
+from shardwise.verify.compare import evaluation_gaps, losses_of, rank_gaps
 from shardwise.verify.plans import in_precision
 from shardwise.verify.report import Finding, Gap
 
@@ -62,12 +62,13 @@ def exact_counterpart(plan: Plan, precision: Exact) -> Plan:
 
 
 def loss_band_gaps(record: Record, expected: Record, band: float) -> list[Gap]:
-    """Return how far the loss of each step is from fp32."""
+    """Return how far the loss of each step, and of the evaluation at the end, is from fp32."""
     pairs = zip(losses_of(record.traced, record.layout), expected.traced[0].losses, strict=True)
-    return [
+    gaps = [
         Gap(kind="loss", name="", step=step, relative=_relative(found, wanted), limit=band)
         for step, (found, wanted) in enumerate(pairs)
     ]
+    return gaps + evaluation_gaps(record.traced, expected.traced[0], band)
 
 
 def rounding_gaps(record: Record, expected: Record, lower: Record, dtype: str) -> list[Gap]:

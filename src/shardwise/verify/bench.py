@@ -154,7 +154,8 @@ class Bench:
         except TrainingError as error:
             self.one("fp32")  # raises when that fails as well: then fp64 is not the reason
             reason = str(error.__cause__).splitlines()[0]
-            return "fp32", (f"compared in fp32: one process does not train this model in fp64 ({reason})",)
+            trainer = "MLX" if self.made_for == "mlx" else "one process"
+            return "fp32", (f"compared in fp32: {trainer} does not train this model in fp64 ({reason})",)
         if dtype not in {"", "float64"}:
             return "fp32", (f"compared in fp32: the model casts, its loss in fp64 comes out as {dtype}",)
         return asked, ()

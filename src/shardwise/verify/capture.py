@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import IterableDataset
 
+from shardwise.data.loaders import dataset_of
 from shardwise.job.engine import is_mlx
 from shardwise.parallel.gather import full_values
 from shardwise.parallel.gradsync import local
 from shardwise.parallel.keyed_draws import assign_places, draws_of
 from shardwise.parallel.keyed_masks import FirstPass
 from shardwise.train.build import build_step
+from shardwise.train.evaluate import evaluate
 from shardwise.verify.double import true_double
 from shardwise.verify.prepare import Preparation, prepare_job
 from shardwise.verify.pulse import Pulse, watched
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardwise.data.feed import StepBatch
+    from shardwise.job import Job
     from shardwise.plan import Plan
     from shardwise.step.step import Step, StepReport
     from shardwise.world import World
@@ -53,6 +57,8 @@ class Traced(msgspec.Struct, kw_only=True):
     """Prints of this rank's pieces before the first step, then after each."""
     buffers: Prints = msgspec.field(default_factory=dict)
     """Prints after the last step."""
+    evaluation: dict[str, float] = msgspec.field(default_factory=dict)
+    """The loss over the test split after the last step; empty where nothing was evaluated."""
     held: int = 0
     """Elements of parameters on this rank."""
     optimized: int = 0
@@ -134,8 +140,19 @@ def _train(  # noqa: PLR0917 - positions of one private caller
     for batch in step.feed if variant is None else vary(step.feed, variant):
         watch.before(batch)
         watch.after(step(batch))
+    watch.seen.evaluation = _evaluate(job, plan, world, step)
     silenced = job.model.silenced  # type: ignore[attr-defined]  # a PreparedModel
     return msgspec.structs.replace(watch.seen, silenced=silenced, remarks=getattr(step, "remarks", []))
+
+
+def _evaluate(job: Job, plan: Plan, world: World, step: Step | PlainTraining) -> dict[str, float]:
+    """Return the loss over the test split; communicates over the world, on every rank."""
+    dataset = dataset_of(job, "test")
+    if dataset is None or isinstance(dataset, IterableDataset) or plan.engine == "mlx":
+        return {}
+    if isinstance(step, PlainTraining):
+        return step.evaluate(dataset)
+    return evaluate(job, plan, world, step=step, dataset=dataset)
 
 
 class _Watch:

@@ -28,7 +28,7 @@ NOISE = 4.0
 SMALL = 1e-3
 """Tensors below this share of the largest one are measured against it: a gradient that is zero but for rounding
 (the bias of attention keys) has no scale of its own."""
-KINDS: tuple[Kind, ...] = ("initial value", "loss", "gradient", "gradient norm", "parameter", "buffer")
+KINDS: tuple[Kind, ...] = ("initial value", "loss", "gradient", "gradient norm", "parameter", "buffer", "evaluation")
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,6 +140,21 @@ def _moments(  # noqa: PLR0917 - positions of one private caller
         found, wanted = (_load(values_file(each, steps))[f"{kind}s"] for each in (folder, expected_folder))
         yield _tensor_gaps(kind, None, found, wanted, limits, limits.masks() if kind == "parameter" else None)
     yield rank_gaps("buffer", None, [each.buffers for each in observed], layout, partial(limits.of, "buffer"))
+    yield evaluation_gaps(observed, expected, limits.of("evaluation"))
+
+
+def evaluation_gaps(observed: Sequence[Traced], expected: Traced, limit: float) -> list[Gap]:
+    """Return how far the evaluation after the last step is apart; every rank has the same."""
+    return [
+        Gap(
+            kind="evaluation",
+            name=name,
+            step=None,
+            relative=_ratio(abs(observed[0].evaluation.get(name, math.nan) - wanted), abs(wanted)),
+            limit=limit,
+        )
+        for name, wanted in expected.evaluation.items()
+    ]
 
 
 def _load(path: Path) -> Any:

@@ -183,6 +183,19 @@ def _counts_passes(evidence: Evidence, name: str) -> str:
     )
 
 
+def wrong_evaluation(evidence: Evidence) -> Finding | None:
+    """Whether training agreed to the end and the evaluation after it did not."""
+    first = evidence.first
+    if first.kind != "evaluation":
+        return None
+    found, wanted = evidence.traced[0].evaluation.get(first.name), evidence.expected.evaluation[first.name]
+    return Finding(
+        cause="wrong evaluation",
+        evidence=f"parameters and buffers agree to the end, but the {first.name} over the test split is {found:.6g},"
+        f" and {wanted:.6g} in one process",
+    )
+
+
 def wrong_update(evidence: Evidence) -> Finding | None:
     """Whether gradients agreed until the weights did not."""
     first = evidence.first
@@ -233,7 +246,8 @@ HYPOTHESES: tuple[Callable[[Evidence], Finding | None], ...] = (
     other_batches,
     not_finite,  # then what no comparison of gradients could be trusted under
     non_deterministic,
-    stale_buffers,  # these two by when the trainings part: everything before was equal
+    stale_buffers,  # these by when the trainings part: everything before was equal
+    wrong_evaluation,
     unsynced_clipping,
     wrong_update,  # then what makes it useless to look at the gradient of the step
     no_gradient,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset, Subset
 
 from shardwise.errors import JobError
 from shardwise.job import Job, JobReference, load_job
@@ -45,6 +46,7 @@ def prepare_job(preparation: Preparation) -> Job:
     return dataclasses.replace(
         job,
         model=PreparedModel(job, preparation),
+        data=PreparedData(job, preparation.steps),
         steps=preparation.steps,
         epochs=None,
         tokens=None,
@@ -54,6 +56,34 @@ def prepare_job(preparation: Preparation) -> Job:
         tensor_rules=preparation.tensor_rules or job.tensor_rules,
         lora=_prepare_lora(job, preparation),
     )
+
+
+class PreparedData:
+    """The job's data, as much as makes the last step short and an evaluation end unevenly.
+
+    A short step deals out rows that divide by nothing, which is where counts, padding and empty ranks go wrong. A
+    stream, or a dataset that ends sooner, stays as it is.
+    """
+
+    def __init__(self, job: Job, steps: int) -> None:
+        self._make = job.data
+        self._batch_size = job.batch_size
+        self._steps = steps
+
+    def __call__(self, split: str) -> Any:
+        """Return the first samples of a split; None for one that the job does not have."""
+        dataset = self._make(split)
+        if dataset is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            return dataset
+        full_steps = 1 if split != "train" else self._steps - 1
+        wanted = full_steps * self._batch_size + self._short_rows
+        return Subset(dataset, range(wanted)) if full_steps and wanted < len(dataset) else dataset
+
+    @property
+    def _short_rows(self) -> int:
+        """A little more than half a batch, and an odd number of rows where the batch allows."""
+        half = self._batch_size // 2
+        return min(half + 1 - half % 2, max(1, self._batch_size - 1))
 
 
 class PreparedModel:

@@ -12,11 +12,13 @@ the step. LoRA adapters and weights that are initialized by parameter name or re
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
+from shardwise.data.rows import move, num_rows
 from shardwise.job.generators import host_states, seed_generators
 from shardwise.job.schedules import check_schedule
 from shardwise.parallel.adapters import add_adapters
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from torch import Tensor
+    from torch.utils.data import Dataset
 
     from shardwise.data.feed import MicroBatch, StepBatch
     from shardwise.job import Job
@@ -96,6 +99,20 @@ class PlainTraining:
         self._number += 1
         lr = self._rates[0] * factor
         return StepReport(number, batch.cursor, total, batch.samples, batch.denominator, lr, norm, float(skipped))
+
+    @torch.no_grad()
+    def evaluate(self, dataset: Dataset[Any]) -> dict[str, float]:
+        """Return the mean loss over a dataset, its samples in batches of the training's size."""
+        job, total, count = self._job, 0.0, 0.0
+        self.model.eval()
+        dtype = torch.float64 if next(iter(self._parameters)).dtype == torch.float64 else None
+        generator = torch.Generator()  # a loader of its own would draw from that of training
+        for batch in DataLoader(dataset, job.batch_size, collate_fn=job.collate, generator=generator):
+            moved = move(batch, torch.device("cpu"), dtype)
+            total += float(job.loss.sum(job.forward(self.model, moved), moved))
+            count += job.loss.count_of(moved, num_rows(batch))
+        self.model.train()
+        return {"loss": total / max(1.0, count)}
 
     def held(self) -> Held:
         """Return the values of the parameters."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Status = Literal["passed", "failed", "refused", "does not apply"]
 KEYED = 'set Job(masks="keyed"), or --set masks=keyed, which makes each draw a function of its sample'
 """What makes random numbers comparable."""
-Kind = Literal["initial value", "loss", "gradient", "gradient norm", "parameter", "buffer"]
+Kind = Literal["initial value", "loss", "gradient", "gradient norm", "parameter", "buffer", "evaluation"]
 
 
 class Gap(msgspec.Struct, frozen=True, kw_only=True):

@@ -113,9 +113,16 @@ def verify(
         steps=steps,
         precision=precision,
         beside="a run that nobody stopped" if resume else "one process",
-        notes=(_NOTES[masks], *_BACKEND_NOTES.get(backend, ()), *notes, *one.remarks),
+        notes=(_NOTES[masks], *_BACKEND_NOTES.get(backend, ()), *notes, *_coverage(one, batch_size), *one.remarks),
         verdicts=tuple(verdicts),
     )
+
+
+def _coverage(one: Traced, batch_size: int) -> tuple[str, ...]:
+    """Say so where no step had fewer rows than the batch: uneven rows were not seen then."""
+    if batch_size == 1 or any(len(rows) < batch_size for rows in one.rows):
+        return ()
+    return ("no step was short: the training data is a stream, or only one step was trained",)
 
 
 def _check_plans(names: Sequence[str], *, batch_size: int, nproc: int, made_for: MadeFor) -> None:
