@@ -197,6 +197,10 @@ def _contrast(output, batch):
 counting = points(Counting)
 centered = points(lambda: Centered(6, 3))
 contrastive = dataclasses.replace(points(lambda: torch.nn.Linear(6, 3)), loss=sw.Loss(sum=_contrast))
+averaged = dataclasses.replace(
+    points(lambda: torch.nn.Linear(6, 3)),
+    loss=sw.Loss(sum=lambda output, batch: torch.nn.functional.cross_entropy(output, batch[-1])),
+)
 uncounted = dataclasses.replace(
     points(lambda: torch.nn.Linear(6, 3)), loss=dataclasses.replace(sw.losses.cross_entropy, count=lambda _: 0)
 )

@@ -163,6 +163,13 @@ def test_a_job_that_no_split_of_the_batch_gives_is_named_as_such(job, cause, wor
     assert any("share a micro-batch" in note for note in report.notes) == (job == "contrastive")
 
 
-def test_a_loss_that_counts_nothing_is_refused_before_any_plan_is_tried():
-    with pytest.raises(InputError, match=r"Loss\.count is 0 over the whole global batch"):
-        report_on(None, job="uncounted", steps=1)
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        ("uncounted", r"Loss\.count is 0 over the whole global batch"),
+        ("averaged", r'Loss\.sum returns the same for rows given once and twice, as a mean does.*reduction="sum"'),
+    ],
+)
+def test_a_loss_that_cannot_be_right_is_refused_before_any_plan_is_tried(job, words):
+    with pytest.raises(InputError, match=words):
+        report_on(None, job=job, steps=1)
