@@ -55,8 +55,14 @@ def decoder(**changes):
     )
 
 
-tied = decoder()
+def shared_layers():
+    model = sw.models.decoder("gpt2-tiny", vocab_size=64, tie_head=False)
+    model.blocks[-1].mlp.up.weight = model.blocks[0].mlp.up.weight
+    return model
+
+
 untied = decoder(tie_head=False)
+shared = make(model=shared_layers, loss=sw.losses.token_cross_entropy, batch_size=48)
 """
 
 QUICK = {
@@ -105,7 +111,10 @@ STRATEGIES = {
     ),
     "pp beyond the layers": (["job.py:untied", "--nproc", "4", "--plan", "pp"], "use pp = 2"),
     "pp of a model without layers": (["job.py", "--nproc", "2", "--plan", "pp"], "repeated blocks"),
-    "pp of a tied model": (["job.py:tied", "--nproc", "2", "--plan", "pp"], "embed.weight and head.weight"),
+    "pp of layers that share a weight": (
+        ["job.py:shared", "--nproc", "2", "--plan", "pp"],
+        "blocks.0.mlp.up.weight and blocks.1.mlp.up.weight are one parameter",
+    ),
     "pp with too few micro-batches": (
         ["job.py:untied", "--nproc", "2", "--plan", "pp", "--set", "accumulation=1"],
         "use accumulation = 2",
