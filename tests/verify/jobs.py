@@ -204,3 +204,19 @@ averaged = dataclasses.replace(
 uncounted = dataclasses.replace(
     points(lambda: torch.nn.Linear(6, 3)), loss=dataclasses.replace(sw.losses.cross_entropy, count=lambda _: 0)
 )
+
+
+class Pruned(torch.nn.Sequential):
+    """A mask on a gradient, and a permutation of the inputs that no state dict has."""
+
+    def __init__(self):
+        super().__init__(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+        mask = torch.rand(8, 6) > 0.5
+        self[0].weight.register_hook(lambda gradient: gradient * mask)
+        self.order = torch.randperm(6)
+
+    def forward(self, x):
+        return super().forward(x[:, self.order])
+
+
+pruned = points(Pruned)

@@ -65,6 +65,12 @@ def test_a_fault_of_every_plan_is_found_since_the_reference_is_plain_pytorch(mon
     assert (verdict.first.kind, verdict.first.step) == ("loss", 1)
 
 
+def test_gradient_hooks_and_drawn_attributes_are_those_of_plain_pytorch():
+    passed, refused = report_on(["ddp", "zero3"], job="pruned").verdicts
+    assert (passed.status, passed.findings) == ("passed", ())
+    assert (refused.status, "0.weight has a gradient hook" in refused.reason) == ("refused", True)
+
+
 def test_fp32_stays_within_the_measured_noise():
     (verdict,) = report_on(["ddp"], precision="fp32").verdicts
     assert verdict.status == "passed"
