@@ -5,10 +5,11 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import JobError
+from shardwise.errors import JobError, PlanError
 from shardwise.testing import run_ranks
 from shardwise.train.build import build_step
 from train.sentences import sentences_job
+from train.test_strategies import check_equal, trained
 
 
 def own_loop(world, change):
@@ -51,6 +52,43 @@ def test_tensor_parallel_ranks_fed_different_batches_all_refuse(change, words):
 def test_tensor_parallel_ranks_fed_one_batch_train_alike():
     first, second = run_ranks(own_loop, 2, lambda tokens, labels, _: (tokens, labels))
     assert first == second
+
+
+class Curved(torch.nn.Module):
+    """A learned activation between column and row: the gradient of its weight is partial on each rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up, self.down = torch.nn.Embedding(50, 8), torch.nn.Linear(8, 16), torch.nn.Linear(16, 50)
+        self.curve, self.norm = torch.nn.PReLU(), torch.nn.LayerNorm(8)
+
+    def tensor_rules(self):
+        return {"up": "column", "down": "row"}
+
+    def forward(self, tokens):
+        return self.down(self.curve(self.up(self.norm(self.embed(tokens)))))
+
+
+def test_partial_gradients_of_whole_parameters_are_refused_with_the_rule_that_sums_them():
+    def body(world):
+        with pytest.raises(JobError, match=r'differ between ranks \(curve\.weight\).*"curve": "summed"'):
+            trained(world, sentences_job(model=Curved), "tp", {})
+        loss = sw.parallelize(Curved(), sw.Plan.preset("tp", world.size), world)(torch.arange(6)[None]).square().sum()
+        with pytest.raises(JobError, match=r"differ between ranks \(curve\.weight\)"):
+            loss.backward()
+        return True
+
+    assert run_ranks(body, 2) == [True, True]
+    check_equal(sentences_job(model=Curved, tensor_rules={**Curved().tensor_rules(), "curve": "summed"}), 2, "tp", {})
+
+
+def test_replicas_of_split_weights_are_refused_in_a_loop_of_ones_own():
+    def body(world):
+        with pytest.raises(PlanError, match=r"whose gradients a step sums.*shard2\.tp2"):
+            sw.parallelize(Curved(), sw.Plan.preset("replicate2.tp2", world.size), world)
+        return True
+
+    assert run_ranks(body, 4) == [True] * 4
 
 
 def stepped(world, name, change):

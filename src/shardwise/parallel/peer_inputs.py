@@ -19,6 +19,8 @@ from shardwise.errors import JobError
 from shardwise.record.fingerprint import fingerprints
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
 CHECKED_PASSES = 3
@@ -48,13 +50,14 @@ def gathered(mine: Any, group: dist.ProcessGroup) -> list[tuple[int, Any]]:
     return list(zip(dist.get_process_group_ranks(group), values, strict=True))
 
 
-def watch_inputs(module: nn.Module, group: dist.ProcessGroup) -> None:
+def watch_inputs(module: nn.Module, group: dist.ProcessGroup, after_backward: Callable[[], None]) -> None:
     """Compare what `module` is called with, and the gradients of what it returns, over `group` in the first passes.
 
     For tensor parallelism in a loop of one's own, where nothing else knows the batch; forward and backward of these
-    passes communicate over the group, on the host.
+    passes communicate over the group, on the host. `after_backward` is called when the first backward ends.
     """
     passes: Counter[bool] = Counter()
+    waiting = [after_backward]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -65,13 +68,18 @@ def watch_inputs(module: nn.Module, group: dist.ProcessGroup) -> None:
         forms = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in given]
         refuse_different("another input", (forms, fingerprints(given)), group, fix=_FIX)
 
+    def compare(gradient: Tensor) -> None:
+        _compare_gradient(gradient, group)
+        while waiting:
+            torch.autograd.Variable._execution_engine.queue_callback(waiting.pop())  # noqa: SLF001 - as FSDP2 does
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
         if passes[module.training] > CHECKED_PASSES:
             return
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda gradient: _compare_gradient(gradient, group))
+                leaf.register_hook(compare)
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after)

@@ -31,11 +31,12 @@ from shardwise.parallel.peer_inputs import watch_inputs
 from shardwise.parallel.place import Place
 from shardwise.parallel.probe import refuse_sparse, trainable_of, without_gradient
 from shardwise.parallel.reduced_list import ReducedList
-from shardwise.parallel.sharded import LOWER, check_sharded
+from shardwise.parallel.sharded import DTYPES, LOWER, check_sharded
 from shardwise.parallel.stage_plan import cut_layers
 from shardwise.parallel.stage_ties import share_copies, tied_copies
 from shardwise.parallel.stages import count_layers, find_layers, split_stages
 from shardwise.parallel.support import require_supported, uses_ddp
+from shardwise.parallel.tensor_gradients import refuse_unequal, unequal_gradients
 from shardwise.parallel.tensor_rules import find_rules
 from shardwise.parallel.weights import BuiltWeights, share_values
 from shardwise.plan import with_engine_of
@@ -267,10 +268,16 @@ def _first_check(
     if plan.communication.static_graph and uses_ddp(plan):
         return None
     group = world.axis_group(plan.layout.folded, ("replicate", "shard"), on_host=True)
+    tp_group = world.axis_group(plan.layout, ("tp",), on_host=True)
 
     def check() -> None:
         refuse_sparse(named)
         report_missing(without_gradient(named, group, sync.has_gradient), plan, note)
+        if tp_group is not None and world.backend != "fake":
+            mine = unequal_gradients(named, tp_group, DTYPES[plan.precision.compute])
+            everyone: list[list[str]] = [[] for _ in range(world.size)]
+            dist.all_gather_object(everyone, mine, group=world.host_group)
+            refuse_unequal(next((names for names in everyone if names), []))
 
     return check
 
@@ -300,7 +307,9 @@ def parallelize(model: nn.Module, plan: Plan, world: World) -> nn.Module:
     parallel = apply_plan(blueprint, plan, place)
     peers = world.axis_group(plan.layout, ("tp",), on_host=True)
     if peers is not None and world.backend != "fake":
-        watch_inputs(parallel, peers)
+        named = list(stages_of(parallel)[0].named_parameters())
+        dtype = DTYPES[plan.precision.compute]
+        watch_inputs(parallel, peers, lambda: refuse_unequal(unequal_gradients(named, peers, dtype)))
     if isinstance(parallel, FSDPModule):
         ReducedList(parallel, place.host_readers, by_itself=True)
     for part in parallel.modules():
@@ -318,6 +327,11 @@ def _check_own_loop(model: nn.Module, plan: Plan) -> None:
         raise PlanError(f"plan {plan.layout} cuts sequences, which a loop of your own reads", fix="use build_step")
     if plan.zero == 1 or plan.offload.optimizer != "none":
         raise PlanError("the plan cuts the optimizer, which your own loop makes", fix="use build_step, or zero2")
+    if plan.layout.dp > 1 and plan.zero < 2 and not uses_ddp(plan):
+        raise PlanError(
+            f"plan {plan.layout} has replicas of split weights, whose gradients a step sums, not a loop of your own",
+            fix=f"use build_step, or shard{plan.layout.dp}.tp{plan.layout.tp}",
+        )
     if plan.communication.sync_every > 1:
         raise PlanError("the plan syncs after steps of an optimizer, which your own loop makes", fix="use build_step")
     if plan.capture == "step":

@@ -1,0 +1,82 @@
+"""Gradients of replicated parameters under tensor parallelism: equal on all tp ranks, or a sum over them is missing.
+
+A parameter that is whole on every tp rank and acts on whole activations gets the same gradient on all of them. One that
+acts on an activation between a column and a row module (inside an activation function, a norm of heads) gets a partial
+gradient, that of the rank's own columns, which has to be summed over tp: by the rule "summed". The first gradients show
+which is which, whatever the model and whoever wrote its rules.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import JobError, some_of
+from shardwise.parallel.gradsync import local
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor, nn
+
+_CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Relative difference that another order of summation explains; partial gradients differ by themselves."""
+_CLOSE_IN_LOWER = 5e-2
+_SMALL = 1e-5
+"""Of the norm of the whole gradient: gradients below are rounding noise, as that of a bias before a softmax."""
+
+
+def unequal_gradients(
+    named: Iterable[tuple[str, nn.Parameter]], group: dist.ProcessGroup, dtype: torch.dtype
+) -> list[str]:
+    """Return the replicated parameters whose gradients differ over the tp ranks of `group`; communicates over it.
+
+    `group` is on the host, and `dtype` what the model computes in.
+    """
+    replicated = [(name, local(each.grad)) for name, each in named if each.grad is not None and _is_replicated(each)]
+    if not replicated:
+        return []
+    mine = torch.stack([_summary(gradient) for _, gradient in replicated]).cpu()
+    largest, smallest = mine.clone(), mine.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
+    if not bool(largest.isfinite().all() and smallest.isfinite().all()):
+        return []  # the step is skipped, and says nothing
+    norms = largest[:, 0]
+    noise = _SMALL * float(norms.square().sum().sqrt())
+    bound = _CLOSE.get(dtype, _CLOSE_IN_LOWER) * norms.clamp(min=noise)
+    is_unequal = ((largest - smallest) > bound[:, None]).any(dim=1)
+    return [name for (name, _), unequal in zip(replicated, is_unequal.tolist(), strict=True) if unequal]
+
+
+def refuse_unequal(names: list[str]) -> None:
+    """Raise if there are such parameters, with the rule that sums their gradients."""
+    if not names:
+        return
+    modules = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name.rpartition(".")[0]) for name in names)
+    rules = ", ".join(f'"{module}": "summed"' for module in list(modules)[:3])
+    raise JobError(
+        f"under tp the gradients of whole parameters differ between ranks ({some_of(names)}): they act on activations"
+        " that are split over ranks",
+        fix=f"add {{{rules}}} to the rules in Job(tensor_rules=...), which sums their gradients, or use tp 1",
+    )
+
+
+def _is_replicated(parameter: nn.Parameter) -> bool:
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ("tp",)
+    places = dict(zip(names, parameter.placements, strict=True))
+    return "tp" in places and places["tp"].is_replicate()
+
+
+def _summary(gradient: Tensor) -> Tensor:
+    """Return norm, sum, and sum with alternating signs: partial gradients of two ranks do not have all in common."""
+    flat = gradient.detach().double().flatten()
+    signs = 1.0 - 2.0 * (torch.arange(len(flat), device=flat.device) % 2)
+    root = max(1, len(flat)) ** 0.5  # so that a sum is at most the norm, in whose units differences are measured
+    return torch.stack([flat.norm(), flat.sum() / root, (flat * signs).sum() / root])
