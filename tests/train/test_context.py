@@ -115,3 +115,56 @@ def test_a_loop_of_ones_own_cannot_cut_sequences():
         return True
 
     assert run_ranks(body, 2) == [True, True]
+
+
+class Mixing(torch.nn.Module):
+    """A decoder after an embedding that looks at other tokens."""
+
+    def __init__(self, mix):
+        super().__init__()
+        self.decoder, self.mix = sw.models.decoder("llama-tiny", vocab_size=50, context=16), mix
+        self.decoder.embed.register_forward_hook(lambda _module, _args, output: self.mix(output))
+
+    def forward(self, tokens, position_ids=None):
+        return self.decoder(tokens, position_ids=position_ids)
+
+
+MIXERS = {
+    "shift": lambda x: x + torch.nn.functional.pad(x[:, 1:], (0, 0, 0, 1)),
+    "pool": lambda x: x + x.mean(1, keepdim=True),
+    "cumulative": lambda x: x.cumsum(1),
+}
+
+
+def first_step(world, name, model):
+    step = build_step(sentences_job(model=model, steps=1), sw.Plan.preset(name, world.size, batch_size=8), world)
+    try:
+        return float(step(next(iter(step.feed))).loss_sum)
+    except JobError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("mix", MIXERS.values(), ids=MIXERS)
+def test_tokens_that_are_mixed_outside_of_attention_are_refused_by_name_on_every_rank(mix):
+    found = run_ranks(first_step, 2, "cp", lambda: Mixing(mix))
+    assert found == ["cp splits sequences, and decoder.embed mixes tokens outside of attention: use cp 1"] * 2
+
+
+def test_mobilebert_whose_embeddings_read_three_tokens_is_refused():
+    transformers = pytest.importorskip("transformers")
+
+    def model():
+        config = transformers.MobileBertConfig(
+            vocab_size=50, hidden_size=16, embedding_size=8, num_hidden_layers=1, num_attention_heads=2,
+            intermediate_size=16, intra_bottleneck_size=8, num_feedforward_networks=1, max_position_embeddings=16,
+        )  # fmt: skip
+        return transformers.MobileBertForMaskedLM(config)
+
+    def body(world):
+        changes = {"model": model, "forward": lambda module, batch: module(input_ids=batch[0]).logits}
+        step = build_step(sentences_job(steps=1, **changes), sw.Plan.preset("cp", world.size, batch_size=8), world)
+        with pytest.raises(JobError, match=r"mobilebert\.embeddings mixes tokens outside of attention"):
+            step(next(iter(step.feed)))
+        return True
+
+    assert run_ranks(body, 2) == [True, True]

@@ -8,6 +8,7 @@ scaled_dot_product_attention one all-to-all gives every rank all tokens of some 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +36,29 @@ def context_parallel(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
 
     Its forward is given the `position_ids` of the slice; its repeated blocks attend over whole sequences.
     """
+    switch = Switch()
     for name, block in (find_blocks(module) or {"": module}).items():
-        block.forward = _attending(block.forward, name or type(module).__name__, group)
-    module.forward = _placed(module, group)
+        block.forward = _attending(block.forward, name or type(module).__name__, group, switch)
+    plain, split = module.forward, _placed(module, group)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if switch.is_on:
+            return split(*args, **kwargs)
+        if kwargs.get("position_ids") is None:
+            tokens = _tokens(args, kwargs)
+            kwargs["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        return plain(*args, **kwargs)
+
+    module.forward = forward
+    module.context_switch = switch  # type: ignore[assignment]
     return module
+
+
+@dataclass
+class Switch:
+    """Whether a model runs on slices; off, it runs on whole sequences, as it did before."""
+
+    is_on: bool = True
 
 
 def compile_afresh() -> None:
@@ -76,8 +96,7 @@ def _placed(module: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("position_ids") is None:
-            shaped = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim > 1)
-            tokens = next(shaped)
+            tokens = _tokens(args, kwargs)
             length = tokens.shape[1]
             if most is not None and length * size > most:
                 raise JobError(
@@ -91,11 +110,18 @@ def _placed(module: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
     return forward
 
 
-def _attending(inner: Callable[..., Any], name: str, group: dist.ProcessGroup) -> Callable[..., Any]:
+def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the first tensor [rows, tokens, ...] that a model is called with."""
+    return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim > 1)
+
+
+def _attending(inner: Callable[..., Any], name: str, group: dist.ProcessGroup, switch: Switch) -> Callable[..., Any]:
     """Run a block with its attention over whole sequences; refuses one whose attention is not found."""
     attention = _Attention(group)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if not switch.is_on:
+            return inner(*args, **kwargs)
         attention.found = False
         with attention:
             output = inner(*args, **kwargs)

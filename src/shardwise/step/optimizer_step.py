@@ -50,7 +50,7 @@ class OptimizerStep(ModuleStep):
         self._sync = parts.sync
         self._after_first_backward = parts.after_first_backward
         self._before_update = parts.before_update
-        self._compare_batches = parts.compare_batches
+        self._batch_checks = parts.batch_checks
         self._batch_norms = batch_norms(model)
         self._masks = KeyedMasks(model, parts.autocast.device_type) if job.masks == "keyed" else None
         self._parameters = list(model.parameters())

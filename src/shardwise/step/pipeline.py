@@ -70,8 +70,8 @@ class PipelineStep(OptimizerStep):
     def __call__(self, batch: StepBatch) -> StepReport:
         """Train on one global batch; communicates over the pp group and through the gradient sync, on every rank."""
         self._begin()
-        if self._compare_batches is not None:
-            self._compare_batches(batch)
+        for check in self._batch_checks:
+            check(batch)
         self.mark("forward", self.number)
         schedule = self._schedule_for(batch.micro_batches)
         # In fp64 whatever the loss is in: the sum over all real rows divided by the one denominator of the global

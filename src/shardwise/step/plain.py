@@ -38,8 +38,8 @@ class PlainStep(OptimizerStep):
     def __call__(self, batch: StepBatch) -> StepReport:
         """Train on one global batch; communicates through the gradient sync, on every rank."""
         self._begin()
-        if self._compare_batches is not None:
-            self._compare_batches(batch)
+        for check in self._batch_checks:
+            check(batch)
         # The sum over all real rows of all readers, divided by the one denominator of the global batch, is the mean
         # one process would compute.
         weight = self._sync.gain / (batch.denominator or 1)

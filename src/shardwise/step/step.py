@@ -104,8 +104,8 @@ class StepParts(Surroundings):
     """Where the first weights came from, in words."""
     after_first_backward: Callable[[], None] | None = None
     """Looks at the first gradients before they are summed."""
-    compare_batches: Callable[[StepBatch], None] | None = None
-    """Refuses, in the first steps, a batch that the ranks which hold one model together do not share."""
+    batch_checks: tuple[Callable[[StepBatch], None], ...] = ()
+    """Look at the batches of the first steps, and refuse what would train wrongly on them; on every rank."""
 
 
 class Step(Protocol):

@@ -45,6 +45,7 @@ from shardwise.step.marks import nvtx_ranges, tell
 from shardwise.step.peer_batches import PeerBatches
 from shardwise.step.pipeline import PipelineStep
 from shardwise.step.step import Autocast, StepParts, Surroundings
+from shardwise.step.token_probe import TokenProbe
 from shardwise.step.update import choose_update
 from shardwise.train.preflight import check_job
 from shardwise.train.reading import Reading, make_loader, token_cut
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from shardwise.data.feed import StepBatch
     from shardwise.job import Job
     from shardwise.parallel.blueprint import Blueprint
     from shardwise.parallel.gradsync import GradSync
@@ -118,7 +120,7 @@ def build_step(
         autocast=Autocast(device_type=world.device.type, dtype=LOWER.get(plan.precision.compute)),
         origin=blueprint.weights.words if blueprint.weights is not None else "",
         after_first_backward=_first_check(named, plan, world, note, sync),
-        compare_batches=_peer_batches(job, plan, world),
+        batch_checks=_batch_checks(job, model, plan, world, note),
         **vars(around),
     )
     watch_forward(stages_of(model), plan, parts.optimized)
@@ -282,10 +284,17 @@ def _first_check(
     return check
 
 
-def _peer_batches(job: Job, plan: Plan, world: World) -> PeerBatches | None:
-    """Return what compares the batches of ranks that hold one model together; communicates to join them."""
+def _batch_checks(
+    job: Job, model: nn.Module, plan: Plan, world: World, note: Callable[[str], None]
+) -> tuple[Callable[[StepBatch], None], ...]:
+    """Return what looks at the first batches of ranks that hold one model together; communicates to join them."""
     group = world.axis_group(plan.layout, ("pp", "cp", "tp"), on_host=True)
-    return PeerBatches(group, token_cut(job, plan, world)) if group is not None and world.backend != "fake" else None
+    if group is None or world.backend == "fake":
+        return ()
+    batches = PeerBatches(group, token_cut(job, plan, world))
+    if plan.layout.cp == 1:
+        return (batches,)
+    return batches, TokenProbe(stages_of(model)[0], job.forward, world.host_group, note)
 
 
 def parallelize(model: nn.Module, plan: Plan, world: World) -> nn.Module:
