@@ -15,6 +15,7 @@ from torch.utils.data._utils import worker as torch_worker
 from shardwise.data.collate import Collated, CountedCollate
 from shardwise.data.cursor import Cursor, sample_ids
 from shardwise.data.feed import LoadedStep
+from shardwise.data.reads import Request, SeededReads, as_read
 from shardwise.data.rows import cut_rows
 from shardwise.errors import DataError
 from shardwise.job.generators import seeded_generators
@@ -49,14 +50,14 @@ class IndexLoader:
         self._seed = seed
         self._range = range(first_step, num_steps)
         self._batches: Iterable[Collated]
-        counted = CountedCollate(collate)
+        reads = SeededReads(dataset, CountedCollate(collate), seed)
         if num_workers == 0 and not pin_memory:
-            self._batches = _Here(self, dataset, counted)
+            self._batches = _Here(self, reads)
         else:
             self._batches = DataLoader(
-                dataset,
-                batch_sampler=_Places(self),
-                collate_fn=counted,
+                reads,
+                batch_sampler=_Requests(self),  # type: ignore[arg-type]
+                collate_fn=as_read,  # type: ignore[arg-type]
                 num_workers=num_workers,
                 pin_memory=pin_memory,
                 generator=_worker_generator(seed, slices.reader, first_step),
@@ -81,7 +82,7 @@ class IndexLoader:
             given = [each.batch for each in loaded]
             yield LoadedStep(given, rows, slices.rows_of_step(step), cursor, starts, loaded[0].marks)
 
-    def micro_batch_ids(self) -> Iterator[list[int]]:
+    def requests(self) -> Iterator[Request]:
         """Yield the sample ids of every micro-batch, in order; a spare one where a micro-batch is empty."""
         slices, number = self._slices, self._range.start
         rows = slices.micro_batch * slices.accumulation
@@ -95,40 +96,38 @@ class IndexLoader:
             last = min(step + max(1, _BLOCK // rows), whole_steps, step + self._range.stop - number)
             places = np.arange(step, last)[:, None] * slices.batch_size + mine
             ids = sample_ids(places.ravel(), seed=self._seed, epoch=epoch, length=slices.length)
-            yield from ids.reshape(-1, slices.micro_batch).tolist()
+            for each in ids.reshape(-1, slices.micro_batch).tolist():
+                yield Request(epoch, each)
             number += last - step
 
-    def _short_step_ids(self, epoch: int, step: int) -> Iterator[list[int]]:
+    def _short_step_ids(self, epoch: int, step: int) -> Iterator[Request]:
         """The last step of an epoch. A reader without rows still runs: the step's first sample stands in."""
         slices = self._slices
         for start, stop in slices.places(step):
             places = np.arange(start, stop) if start < stop else np.array([step * slices.batch_size])
-            yield sample_ids(places, seed=self._seed, epoch=epoch, length=slices.length).tolist()
+            ids = sample_ids(places, seed=self._seed, epoch=epoch, length=slices.length)
+            yield Request(epoch, ids.tolist())
 
 
 class _Here:
     """Batches read in this process: what a DataLoader without workers gives, 15 us a step sooner."""
 
-    def __init__(self, loader: IndexLoader, dataset: Dataset[Any], collate: CountedCollate) -> None:
+    def __init__(self, loader: IndexLoader, reads: SeededReads) -> None:
         self._loader = loader
-        self._dataset = dataset
-        self._collate = collate
+        self._reads = reads
 
     def __iter__(self) -> Iterator[Collated]:
-        dataset, collate = self._dataset, self._collate
-        read_many = getattr(dataset, "__getitems__", None)
-        for ids in self._loader.micro_batch_ids():
-            yield collate(read_many(ids) if read_many else [dataset[each] for each in ids])
+        return map(self._reads.__getitems__, self._loader.requests())
 
 
-class _Places:
+class _Requests:
     """A batch sampler over an IndexLoader."""
 
     def __init__(self, loader: IndexLoader) -> None:
         self._loader = loader
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._loader.micro_batch_ids()
+    def __iter__(self) -> Iterator[Request]:
+        return self._loader.requests()
 
 
 class StreamLoader:

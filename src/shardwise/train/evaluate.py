@@ -12,6 +12,7 @@ from shardwise.data.collate import Collated, CountedCollate
 from shardwise.data.feed import MicroBatch
 from shardwise.data.loaders import StreamShare, dataset_length
 from shardwise.data.rows import fill_rows, move
+from shardwise.job.generators import untouched_generators
 from shardwise.train.reading import token_cut
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def evaluate(job: Job, plan: Plan, world: World, *, step: Step, dataset: Dataset
     sums = dict.fromkeys([*measures, *(f"{name}/count" for name in measures)], 0.0)
     tells = plan.layout.tells_loss(world.rank)
     counts = tells and plan.layout.coordinate(world.rank).cp == 0  # slices have sums of their own, and one count
-    with step.evaluating(world.axis_group(plan.layout, ("replicate", "shard"))):
+    with untouched_generators(), step.evaluating(world.axis_group(plan.layout, ("replicate", "shard"))):
         for micro_batch in _micro_batches(job, plan, world, dataset):
             found = step.measure(micro_batch, measures)
             for name, value in found.items():
