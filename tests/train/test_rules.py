@@ -8,6 +8,7 @@ import shardwise as sw
 from shardwise.hardware.calibration import default_calibration
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.parallel.support import require_supported
+from shardwise.plan.choose.explain import reason
 from shardwise.plan.choose.search import Question, search
 from shardwise.plan.choose.subject import job_subject, published_subject
 from shardwise.step.trace import describe
@@ -37,6 +38,20 @@ class Twins(nn.Module):
         for layer in (*self.encoder, *self.decoder):
             x = layer(x)
         return x
+
+
+class Misplaced(nn.Module):
+    """Registers before its blocks the norm that it uses after them, as OPT does."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
 
 
 def tokens_job(**changes):
@@ -102,3 +117,10 @@ def test_family_that_every_rule_refuses_gives_the_rule():
     job = JOBS["two lists"]
     answer = answer_of(job_subject(job, FOUR, describe, accepts=ModelRules(job)))
     assert "several lists of blocks" in answer.families["pp"].detail
+
+
+def test_pipeline_is_not_proposed_for_a_model_that_its_stages_would_refuse_in_the_first_step():
+    job = points_job(Misplaced)
+    answer = answer_of(job_subject(job, FOUR, describe, accepts=ModelRules(job)))
+    assert {candidate.plan.layout.pp for candidate in answer.candidates} == {1}
+    assert "uses on one side of it what it registers on the other" in reason(answer, "pp")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardwise.job import Job
     from shardwise.plan.plan import DType
 
-VERSION = 4
+VERSION = 5
 """Of how a description is made; another one is traced anew. Functions that a module calls are not looked at."""
 _BASES = {object, nn.Module}
 

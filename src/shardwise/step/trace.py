@@ -82,11 +82,34 @@ def _assemble(subject: Subject) -> ModelShape:
         input=Amount(whole=passes[0].input_bytes / SAMPLES[0]),
         tokens_per_sample=_tokens(subject),
         tp_degrees=subject.tp_degrees,
-        stages=bool(calls),
+        stages=bool(calls) and not _is_misplaced(subject, passes[0]),
         ties_samples=any(isinstance(module, _BatchNorm) for module in subject.model.modules()),
         source="traced",
     )
     return replace(shape, cp_degrees=context_degrees(subject, shape.heads), head=head_of(subject))
+
+
+def _is_misplaced(subject: Subject, single: Pass) -> bool:
+    """Whether a part is registered on one side of the blocks and used on the other, which pipeline stages refuse.
+
+    Only of models whose blocks are one list: which of several lists stages are split along is the user's choice.
+    """
+    if len({name.rpartition(".")[0] for name in subject.blocks}) != 1:
+        return False
+    segments = [call.segment for call in single.calls]
+    sides: dict[str, set[bool]] = {}
+    first_names: dict[int, str] = {}
+    is_behind = False
+    for name, parameter in subject.model.named_parameters(remove_duplicate=False):
+        if any(name.startswith(f"{block}.") for block in subject.blocks):
+            is_behind = True
+        else:
+            sides.setdefault(first_names.setdefault(id(parameter), name), set()).add(is_behind)
+    return any(
+        (user > max(segments) and True not in sides.get(name, {True}))
+        or (user < min(segments) and False not in sides.get(name, {False}))
+        for name, user in single.uses
+    )
 
 
 def _block_part(subject: Subject, calls: tuple[Call, Call], lowered: set[str]) -> Part:

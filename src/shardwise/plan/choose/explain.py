@@ -122,7 +122,7 @@ def _impossible(family: str, question: Question) -> str:
         known = ", ".join(str(degree) for degree in shape.tp_degrees if degree > 1)
         return f"it is cut evenly by {known} only" if known else "its matrices are not known to be cut evenly"
     if family in {"pp", "3d"} and (not shape.stages or shape.num_blocks < 2):
-        return "it has no row of blocks to cut into stages"
+        return "it has no list of blocks to split into stages, or uses on one side of it what it registers on the other"
     return _uneven(question)
 
 
