@@ -187,7 +187,14 @@ def job_of(make_model):
 
 
 def plain_losses(make_model, start=None):
-    """Train in plain PyTorch, on the whole data set in every step, from the weights in `start` where given."""
+    """Train in plain PyTorch, on the whole data set in every step, from the weights in `start` where given.
+
+    In a process of its own: with CUDA, a process that has run backward cannot be forked into ranks.
+    """
+    return run_ranks(lambda _: _plain_losses(make_model, start), 1)[0]
+
+
+def _plain_losses(make_model, start):
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
