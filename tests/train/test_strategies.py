@@ -10,7 +10,7 @@ from shardwise.errors import PlanError
 from shardwise.plan import Device, Precision, settle
 from shardwise.testing import run_ranks
 from shardwise.train.build import build_step
-from train.sentences import sentences_job
+from train.sentences import Sentences, sentences_job
 
 FP64 = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp64")
 
@@ -211,6 +211,13 @@ def test_plans_that_make_no_sense_are_refused(name, overrides, words):
             trained(world, sentences_job(), name, overrides, Precision())
 
     run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("name", ["tp", "zero3"])
+def test_a_training_whose_first_step_is_short_equals_one_process(name):
+    few = torch.utils.data.Subset(Sentences(), range(5))
+    job = sentences_job(data=lambda split: few if split == "train" else None, steps=2)
+    check_equal(job, 2, name, {})
 
 
 def test_gradients_are_reduced_in_bf16_where_compute_is_fp32():

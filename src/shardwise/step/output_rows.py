@@ -85,7 +85,8 @@ def _parts(tensor: Any) -> list[Tensor]:
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
-    return [tensor, *(getattr(tensor, name) for name in names)]
+    parts: list[Any] = [tensor, *(getattr(tensor, name) for name in names)]
+    return [part for part in parts if isinstance(part, Tensor)]  # a DTensor also names its mesh
 
 
 def _memory_of(tensor: Tensor) -> StorageWeakRef:
