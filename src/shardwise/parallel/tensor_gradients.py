@@ -19,33 +19,43 @@ from shardwise.errors import JobError, some_of
 from shardwise.parallel.gradsync import local
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor, nn
 
 _CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Relative difference that another order of summation explains; partial gradients differ by themselves."""
 _CLOSE_IN_LOWER = 5e-2
+_SAME_LOSS = 1e-5
+"""Ranks compute their loss from the same numbers, in the same order."""
 _SMALL = 1e-5
 """Of the norm of the whole gradient: gradients below are rounding noise, as that of a bias before a softmax."""
 
 
 def unequal_gradients(
-    named: Iterable[tuple[str, nn.Parameter]], group: dist.ProcessGroup, dtype: torch.dtype
+    named: Iterable[tuple[str, nn.Parameter]],
+    group: dist.ProcessGroup,
+    dtype: torch.dtype,
+    losses: Sequence[Tensor] = (),
 ) -> list[str]:
     """Return the replicated parameters whose gradients differ over the tp ranks of `group`; communicates over it.
 
-    `group` is on the host, and `dtype` what the model computes in.
+    `group` is on the host, and `dtype` what the model computes in. Where ranks do not even agree on their `losses`, it
+    is forward that differs, not a sum that is missing: then there are none.
     """
     replicated = [(name, local(each.grad)) for name, each in named if each.grad is not None and _is_replicated(each)]
     if not replicated:
         return []
-    mine = torch.stack([_summary(gradient) for _, gradient in replicated]).cpu()
+    loss = sum((each.double().cpu() for each in losses), torch.zeros((), dtype=torch.float64))
+    mine = torch.stack([loss.expand(3), *(_summary(gradient).cpu() for _, gradient in replicated)])
     largest, smallest = mine.clone(), mine.clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
     if not bool(largest.isfinite().all() and smallest.isfinite().all()):
         return []  # the step is skipped, and says nothing
+    if float(largest[0, 0] - smallest[0, 0]) > _SAME_LOSS * float(largest[0, 0].abs()):
+        return []
+    largest, smallest = largest[1:], smallest[1:]
     norms = largest[:, 0]
     noise = _SMALL * float(norms.square().sum().sqrt())
     bound = _CLOSE.get(dtype, _CLOSE_IN_LOWER) * norms.clamp(min=noise)

@@ -87,7 +87,7 @@ class PipelineStep(OptimizerStep):
         )
         _with_own_errors(run)
         if self._after_first_backward is not None:
-            self._after_first_backward()
+            self._after_first_backward(self._sums)
             self._after_first_backward = None
         if self._remarks is not None:
             self._share_remarks(self._remarks)

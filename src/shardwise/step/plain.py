@@ -59,7 +59,7 @@ class PlainStep(OptimizerStep):
         with keep_back() if check is not None else NOTHING:
             sums.append(self._backward(last, weight))
         if check is not None:
-            check()
+            check(sums)
             self._after_first_backward = None
             self._sync.finish_held()
         self._sync.finish()

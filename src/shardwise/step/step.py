@@ -12,7 +12,7 @@ import torch
 from shardwise.step.marks import Mark, nobody
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch.distributed as dist
     from torch import Tensor, nn
@@ -102,8 +102,8 @@ class StepParts(Surroundings):
     autocast: Autocast
     origin: str = ""
     """Where the first weights came from, in words."""
-    after_first_backward: Callable[[], None] | None = None
-    """Looks at the first gradients before they are summed."""
+    after_first_backward: Callable[[Sequence[Tensor]], None] | None = None
+    """Looks at the first gradients before they are summed; gets this rank's loss sums of the micro-batches."""
     batch_checks: tuple[Callable[[StepBatch], None], ...] = ()
     """Look at the batches of the first steps, and refuse what would train wrongly on them; on every rank."""
 

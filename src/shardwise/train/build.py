@@ -51,9 +51,9 @@ from shardwise.train.preflight import check_job
 from shardwise.train.reading import Reading, make_loader, token_cut
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from torch import nn
+    from torch import Tensor, nn
 
     from shardwise.data.feed import StepBatch
     from shardwise.job import Job
@@ -262,7 +262,7 @@ def _first_check(
     world: World,
     note: Callable[[str], None],
     sync: GradSync,
-) -> Callable[[], None] | None:
+) -> Callable[[Sequence[Tensor]], None] | None:
     """Watch the first backward for parameters without gradient; a static graph must not be held back, nor needs it.
 
     Communicates to join the ranks that sum gradients.
@@ -272,11 +272,11 @@ def _first_check(
     group = world.axis_group(plan.layout.folded, ("replicate", "shard"), on_host=True)
     tp_group = world.axis_group(plan.layout, ("tp",), on_host=True)
 
-    def check() -> None:
+    def check(losses: Sequence[Tensor]) -> None:
         refuse_sparse(named)
         report_missing(without_gradient(named, group, sync.has_gradient), plan, note)
         if tp_group is not None and world.backend != "fake":
-            mine = unequal_gradients(named, tp_group, DTYPES[plan.precision.compute])
+            mine = unequal_gradients(named, tp_group, DTYPES[plan.precision.compute], losses)
             everyone: list[list[str]] = [[] for _ in range(world.size)]
             dist.all_gather_object(everyone, mine, group=world.host_group)
             refuse_unequal(next((names for names in everyone if names), []))
