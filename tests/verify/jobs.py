@@ -84,6 +84,20 @@ class Restless(torch.nn.Linear):
         return super().forward(x) * (1 + torch.rand((), generator=torch.Generator().manual_seed(fresh_seed())))
 
 
+class RunningMean(torch.nn.Module):
+    """Subtracts a running mean, which each rank updates from its own rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        centered = x - self.mean
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.5)
+        return centered
+
+
 class SinglePrecisionWeight(torch.nn.Linear):
     """Multiplies by a copy of its weight in fp32, so gradients are rounded to fp32 before ranks sum them."""
 
@@ -135,6 +149,7 @@ noisy = points(lambda: Noisy(6, 3))
 attending = points(lambda: torch.nn.Sequential(Attending()))
 restless = points(lambda: Restless(6, 3))
 
+local_statistics = points(lambda: torch.nn.Sequential(RunningMean(), torch.nn.Linear(6, 3)))
 rounding = points(lambda: SinglePrecisionWeight(6, 3))
 single_table = points(lambda: SinglePrecisionTable(6, 3))
 single_output = points(lambda: SinglePrecisionOutput(6, 3))

@@ -108,8 +108,42 @@ def test_a_parameter_without_gradient_is_named():
     assert (finding.cause, finding.parameter) == ("no gradient", "v")
 
 
-def test_one_factor_on_one_parameter_is_not():
-    assert cause(with_gradient(w=evidence().gradients["w"] * 2)) == "unknown cause"
+def test_one_factor_on_one_parameter_is_a_scaled_gradient_of_that_one():
+    (finding,) = diagnose(with_gradient(w=evidence().gradients["w"] * 2))
+    assert (finding.cause, finding.parameter) == ("scaled gradient", "w")
+    assert "2 times" in finding.evidence
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_sum_in_lower_precision_is_found_after_it_and_before_it(dtype):
+    base = evidence()
+    after = {name: value.to(dtype).double() for name, value in base.gradients.items()}
+    total = sum(map(sum, COUNTS))
+    before = {
+        name: sum((sum(cell.gradients[name] for cell in row) / total).to(dtype).double() for row in base.cells)
+        for name in "wv"
+    }
+    for gradient in (after, before):
+        (finding,) = diagnose(with_gradient(**gradient))
+        assert finding.cause == "gradients in lower precision"
+        assert {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype] in finding.evidence
+
+
+def test_a_tied_weight_that_one_of_its_modules_trains_is_named():
+    right, embed = evidence().gradients["w"], tensor(9)
+    base = with_gradient(w=embed)
+    given = dataclasses.replace(base, uses={"w": [embed, right - embed]}, tied={"w": ("head.weight",)})
+    (finding,) = diagnose(given)
+    assert (finding.cause, finding.parameter) == ("tied weight trained apart", "w")
+
+
+def test_buffers_that_differ_by_rank_explain_a_loss_that_parts_later():
+    first = gap(kind="loss", name="", step=1)
+    ranks = [traced(0), traced(1)]
+    ranks[1].buffers = {"b": (1.5, 1.0)}
+    comparison = Comparison(worst=first, first=first, deviating=("",), largest={})
+    (finding,) = diagnose(evidence(traced=ranks, again=ranks, step=1, comparison=comparison))
+    assert (finding.cause, finding.parameter, finding.ranks) == ("local buffers", "b", (0, 1))
 
 
 def test_a_skipped_micro_batch_is_found_with_either_divisor():

@@ -144,6 +144,53 @@ def test_a_bug_that_only_lower_precision_has_is_said_to_be_one(plant):
     assert finding.cause == "wrong in bf16 alone"
 
 
+def changed_gradients(change):
+    """Return a bug that changes each gradient of a rank after its last backward pass."""
+
+    def bug(right, self, batches, weight):
+        result = right(self, batches, weight)
+        for name, parameter in apply.unwrap(self.model).named_parameters():
+            parameter.grad = change(name, parameter.grad)
+        return result
+
+    return bug
+
+
+def test_gradients_rounded_to_bf16(plant):
+    rounded = changed_gradients(lambda name, gradient: gradient.bfloat16().to(gradient.dtype))
+    plant(plain.PlainStep, "_accumulate", rounded)
+    finding = finding_on("ddp")
+    assert finding.cause == "gradients in lower precision"
+    assert "rounding to bf16" in finding.evidence
+
+
+def test_scaled_gradient_of_one_parameter(plant):
+    router = "blocks.1.mlp.up.weight"
+    scaled = changed_gradients(lambda name, gradient: gradient * 2 if name == router else gradient)
+    plant(plain.PlainStep, "_accumulate", scaled)
+    finding = finding_on("ddp")
+    assert (finding.cause, finding.parameter, finding.step) == ("scaled gradient", router, 0)
+    assert "2 times" in finding.evidence
+
+
+def test_a_weight_that_is_tied_too_late(monkeypatch):
+    def untie(module, plan, place, blueprint):
+        head = apply.unwrap(module).head
+        if place.layout.world_size > 1:
+            head.weight = torch.nn.Parameter(head.weight.detach().clone())
+        return module
+
+    monkeypatch.setattr(apply, "TRANSFORMS", (*apply.TRANSFORMS, untie))
+    finding = finding_on("ddp")
+    assert (finding.cause, finding.parameter) == ("tied weight trained apart", "embed.weight")
+    assert "head.weight is a parameter of its own" in finding.evidence
+
+
+def test_local_buffers_that_forward_reads():
+    finding = finding_on("ddp", job="local_statistics")
+    assert (finding.cause, finding.parameter, finding.ranks) == ("local buffers", "0.mean", (0, 1))
+
+
 def test_wrong_shard_of_a_tied_weight(monkeypatch):
     def swap(module, plan, place, blueprint):
         weight = module.embed.weight

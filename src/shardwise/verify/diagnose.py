@@ -19,6 +19,7 @@ from shardwise.verify.gradient_causes import (
     wrong_shard,
     wrong_tied_shard,
 )
+from shardwise.verify.parameter_causes import local_buffers, lost_use, rounded_gradients, scaled_parameters
 from shardwise.verify.report import KEYED, Finding
 from shardwise.verify.shards import misplaced_pieces
 
@@ -242,6 +243,7 @@ def lower_precision(evidence: Evidence) -> Finding | None:
 
 
 HYPOTHESES: tuple[Callable[[Evidence], Finding | None], ...] = (
+    lost_use,  # a weight that is two has no one initial value
     other_initial_weights,  # first what goes in: everything after it would differ as well
     other_batches,
     not_finite,  # then what no comparison of gradients could be trusted under
@@ -251,10 +253,13 @@ HYPOTHESES: tuple[Callable[[Evidence], Finding | None], ...] = (
     unsynced_clipping,
     wrong_update,  # then what makes it useless to look at the gradient of the step
     no_gradient,
+    local_buffers,
     state_between_passes,  # then what is the job's own doing: the plan adds up what its micro-batches give
     depends_on_grouping,
     missing_all_reduce,
+    rounded_gradients,
     double_scaling,
+    scaled_parameters,
     wrong_tied_shard,
     skipped_micro_batch,
     mean_of_means,
