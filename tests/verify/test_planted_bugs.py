@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.data import cursor, feed, slices
 from shardwise.job import refer
 from shardwise.layout import Layout
-from shardwise.parallel import apply, norm, stage_plan
+from shardwise.parallel import apply, context, norm, stage_plan, tensor
 from shardwise.parallel.batch_norm import BatchNorm
 from shardwise.parallel.tensor_random import CutRandom
 from shardwise.step import plain, update
@@ -184,6 +184,29 @@ def test_a_weight_that_is_tied_too_late(monkeypatch):
     finding = finding_on("ddp")
     assert (finding.cause, finding.parameter) == ("tied weight trained apart", "embed.weight")
     assert "head.weight is a parameter of its own" in finding.evidence
+
+
+def test_a_bias_that_every_tensor_parallel_rank_adds(plant):
+    def add_to_shares(right, module, x, bias):
+        output = right(module, x, bias)
+        is_row = bias is None and module.bias is not None
+        # Both shares together add it once, and the module once more after the sum. Its gradient comes from there.
+        return output + module.bias.to_local().detach() / dist.get_world_size() if is_row else output
+
+    plant(tensor, "_linear", add_to_shares)
+    finding = finding_on("tp")
+    assert finding.cause == "bias added several times"
+    assert "2 times" in finding.evidence
+
+
+def test_positions_that_begin_anew_in_each_context_parallel_slice(plant):
+    def from_zero(right, module, group):
+        inner = module.forward
+        return lambda tokens: inner(tokens, position_ids=torch.arange(tokens.shape[1])[None])
+
+    plant(context, "_placed", from_zero)
+    finding = finding_on("cp")
+    assert (finding.cause, finding.step, finding.ranks) == ("wrong positions", 0, (1,))
 
 
 def test_local_buffers_that_forward_reads():

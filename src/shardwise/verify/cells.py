@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.data.rows import cut_rows
 from shardwise.job.generators import untouched_generators
 from shardwise.parallel.keyed_masks import KeyedMasks
 from shardwise.step.output_rows import OutputRows
 from shardwise.verify.compare import relative_gaps
-from shardwise.verify.evidence import Cell
+from shardwise.verify.evidence import Cell, mean_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-    from torch import Tensor
 
     from shardwise.data.feed import MicroBatch
     from shardwise.job import Job
@@ -60,6 +58,39 @@ def repeat_gap(job: Job, model: nn.Module, micro_batch: MicroBatch) -> float:
         with untouched_generators():
             found.append(_cell(job, model, micro_batch).gradients)
     return max((gap for again in found[1:] for gap in relative_gaps(again, found[0]).values()), default=0.0)
+
+
+def with_repeated_bias(
+    job: Job, model: nn.Module, readers: Sequence[Sequence[MicroBatch]], names: Sequence[str], times: int
+) -> dict[str, Tensor]:
+    """Return the step's gradient as if each named module added its bias several times; of those biases nothing."""
+    hooks = []
+    for name in names:
+        module = model.get_submodule(name)
+        bias = dict(module.named_parameters(recurse=False))["bias"]
+        more = (times - 1) * bias.detach()
+        hooks.append(module.register_forward_hook(lambda _module, _args, output, more=more: output + more))
+    cells = [cell for row in take_apart(job, model, readers) for cell in row]
+    for hook in hooks:
+        hook.remove()
+    biases = {f"{name}.bias" for name in names}
+    return {name: value for name, value in mean_gradient(cells).items() if name not in biases}
+
+
+def with_restarted_positions(
+    job: Job, model: nn.Module, readers: Sequence[Sequence[MicroBatch]], degree: int
+) -> dict[str, Tensor]:
+    """Return the step's gradient as if positions began anew in each of `degree` slices of a sequence."""
+
+    def restart(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        tokens = next(each for each in [*args, *kwargs.values()] if isinstance(each, Tensor) and each.ndim > 1)
+        length = tokens.shape[1]
+        return args, {**kwargs, "position_ids": (torch.arange(length) % (length // degree))[None]}
+
+    hook = model.register_forward_pre_hook(restart, with_kwargs=True)
+    cells = [cell for row in take_apart(job, model, readers) for cell in row]
+    hook.remove()
+    return mean_gradient(cells)
 
 
 def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -19,7 +19,14 @@ from shardwise.verify.gradient_causes import (
     wrong_shard,
     wrong_tied_shard,
 )
-from shardwise.verify.parameter_causes import local_buffers, lost_use, rounded_gradients, scaled_parameters
+from shardwise.verify.parameter_causes import (
+    local_buffers,
+    lost_use,
+    repeated_bias,
+    rounded_gradients,
+    scaled_parameters,
+    wrong_positions,
+)
 from shardwise.verify.report import KEYED, Finding
 from shardwise.verify.shards import misplaced_pieces
 
@@ -254,6 +261,8 @@ HYPOTHESES: tuple[Callable[[Evidence], Finding | None], ...] = (
     wrong_update,  # then what makes it useless to look at the gradient of the step
     no_gradient,
     local_buffers,
+    repeated_bias,
+    wrong_positions,
     state_between_passes,  # then what is the job's own doing: the plan adds up what its micro-batches give
     depends_on_grouping,
     missing_all_reduce,

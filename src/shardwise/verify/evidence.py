@@ -66,6 +66,10 @@ class Evidence:
     """By reader and micro-batch, at the weights of one process."""
     repeat_gap: float = 0.0
     """How far the gradient of one micro-batch is apart when the model runs it again, with the same random numbers."""
+    repeated_bias: Mapping[int, Tensors] = field(default_factory=dict)
+    """By number of times, the gradient of one process whose row-parallel modules add their bias so often."""
+    restarted_positions: Tensors = field(default_factory=dict)
+    """The gradient of one process whose positions begin anew in each slice of a sequence; empty without slices."""
     uses: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     """Of a parameter that several modules share, the gradient by module."""
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.parallel.apply import unwrap
+from shardwise.parallel.tensor_rules import find_rules, styles_by_name
 from shardwise.train.build import build_step
 from shardwise.verify.capture import grads_file, local_file, values_file
-from shardwise.verify.cells import by_module, repeat_gap, take_apart, tied_names
+from shardwise.verify.cells import (
+    by_module,
+    repeat_gap,
+    take_apart,
+    tied_names,
+    with_repeated_bias,
+    with_restarted_positions,
+)
 from shardwise.verify.diagnose import diagnose
 from shardwise.verify.double import true_double
 from shardwise.verify.evidence import Evidence
@@ -22,6 +30,9 @@ from shardwise.verify.ranks import on_ranks
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torch import nn
+
+    from shardwise.job import Job
     from shardwise.plan import Plan
     from shardwise.verify.bench import Bench, Record
     from shardwise.verify.compare import Comparison
@@ -104,9 +115,21 @@ def _take_apart(world: World, bench: Bench, case: Case, folder: Path, values: di
         "micro_batches": len(readers[0]),
         "cells": take_apart(job, model, readers),
         "repeat_gap": repeat_gap(job, model, readers[0][0]),
+        "repeated_bias": _repeated_bias(job, model, readers, layout.tp),
+        "restarted_positions": with_restarted_positions(job, model, readers, layout.cp) if layout.cp > 1 else {},
         "tied": tied_names(model),
         "uses": by_module(job, model, readers),
     }
+
+
+def _repeated_bias(job: Job, model: nn.Module, readers: Any, degree: int) -> dict[int, Any]:
+    """Return what the step's gradient would be if row-parallel modules added their bias on every rank."""
+    if degree == 1:
+        return {}
+    styles = styles_by_name(model, find_rules(model, job.tensor_rules))
+    rows = [name for name, style in styles.items() if style in {"row", "row_split"}]
+    names = [name for name in rows if getattr(model.get_submodule(name), "bias", None) is not None]
+    return {times: with_repeated_bias(job, model, readers, names, times) for times in {2, degree}} if names else {}
 
 
 def _all_values(folder: Path, step: int) -> dict[str, Any]:

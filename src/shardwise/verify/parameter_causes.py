@@ -73,6 +73,38 @@ def scaled_parameters(evidence: Evidence) -> Finding | None:
     )
 
 
+def repeated_bias(evidence: Evidence) -> Finding | None:
+    """Whether tensor-parallel ranks each added a bias to their share, so that the sum has it several times."""
+    for times, gradients in evidence.repeated_bias.items():
+        names = [name for name in gradients if name in evidence.gradients]
+        found = _flat([evidence.gradients[name] for name in names])
+        if not _is_same(found, _flat([gradients[name] for name in names]), max(SAME, evidence.tolerance)):
+            continue
+        if _is_same(found, _flat([evidence.expected_gradients[name] for name in names]), evidence.tolerance):
+            continue
+        return Finding(
+            cause="bias added several times",
+            evidence=f"the gradient of step {evidence.step} is that of one process in which row-parallel modules add"
+            f" their bias {times} times: it belongs after the sum over tensor-parallel ranks",
+            step=evidence.step,
+        )
+    return None
+
+
+def wrong_positions(evidence: Evidence) -> Finding | None:
+    """Whether context-parallel ranks count the positions of their tokens from the beginning of their slice."""
+    if not evidence.restarted_positions or not evidence.is_explained_by(evidence.restarted_positions):
+        return None
+    degree = evidence.plan.layout.cp
+    return Finding(
+        cause="wrong positions",
+        evidence=f"the gradient of step {evidence.step} is that of one process in which positions begin at 0 in each of"
+        f" the {degree} slices of a sequence",
+        step=evidence.step,
+        ranks=tuple(each.rank for each in evidence.traced if evidence.plan.layout.coordinate(each.rank).cp),
+    )
+
+
 def lost_use(evidence: Evidence) -> Finding | None:
     """Whether a parameter that several modules share was trained by some of them alone."""
     for name, others in evidence.tied.items():
