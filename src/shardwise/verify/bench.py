@@ -187,13 +187,17 @@ class Bench:
         """Train one step with dropout on and compare masks; remembered for plans that split the model alike."""
         key = plan.layout, plan.zero
         if key not in self._masks:
-            masks = on_ranks(
+            watched = on_ranks(
                 lambda world: watch_masks(world, self.preparation, plan),
                 plan.layout.world_size,
                 timeout_s=self.timeout_s,
                 backend=self.backend,
             )
-            self._masks[key] = judge_masks(masks, plan.layout)
+            finding = judge_masks([masks for masks, _ in watched], plan.layout)
+            refusals = [refused for _, refused in watched if refused is not None]
+            if finding is None and refusals:
+                raise refusals[0]
+            self._masks[key] = finding
         return self._masks[key]
 
     def apart(self, work: Callable[[], T]) -> T:

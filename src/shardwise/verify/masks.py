@@ -12,6 +12,7 @@ import msgspec
 import torch
 from torch.nn import functional
 
+from shardwise.errors import InputError
 from shardwise.parallel.apply import unwrap
 from shardwise.train.build import build_step
 from shardwise.verify.prepare import Preparation, prepare_job
@@ -40,18 +41,23 @@ class Mask(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the mask; empty for activations too small to tell, and where nothing is dropped (a rate of 0)."""
 
 
-def watch_masks(world: World, preparation: Preparation, plan: Plan) -> list[Mask]:
+def watch_masks(world: World, preparation: Preparation, plan: Plan) -> tuple[list[Mask], InputError | None]:
     """Train one step with dropout on and return every mask, in order; communicates over the world, on every rank.
 
-    Not compiled, whatever the plan: a graph would draw in place of torch's function, from the same generator.
+    A step that is refused is returned beside them: masks that differ make gradients differ, and name the cause. Not
+    compiled, whatever the plan: a graph would draw in place of torch's function, from the same generator.
     """
     plan = dataclasses.replace(plan, compile="none")
     job = prepare_job(msgspec.structs.replace(preparation, dropout=True, steps=1))
     step = build_step(job, plan, world)
+    refused = None
     with _watched(unwrap(step.model)) as masks:
         for batch in step.feed:
-            step(batch)
-    return masks
+            try:
+                step(batch)
+            except InputError as error:
+                refused = error
+    return masks, refused
 
 
 @contextmanager
