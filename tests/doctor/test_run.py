@@ -292,6 +292,10 @@ def events(*kinds_and_texts):
     return tuple(Event(float(n), kind, None, {"text": text}) for n, (kind, text) in enumerate(kinds_and_texts))
 
 
+def test_a_run_that_has_written_nothing_yet_has_no_age():
+    assert [verdict.fact for verdict in check_going(going())] == ["no rank has written an event yet"]
+
+
 def test_a_verdict_of_a_guard_stands_until_it_is_taken_back():
     found = events(("verdict", "ranks 0 and 1 differ"))
     assert check_going(going(events=found))[-1].fact == "ranks 0 and 1 differ"

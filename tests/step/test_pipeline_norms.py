@@ -1,4 +1,4 @@
-"""Batch norms in a pipeline, in steps of uneven micro-batches, against accumulation without a pipeline, in fp64."""
+"""Batch norms and frozen layers in a pipeline; norms against accumulation without a pipeline, in fp64."""
 
 import dataclasses
 
@@ -91,4 +91,18 @@ def test_short_steps_train_as_without_a_pipeline(layout, accumulation, recompute
 def test_short_step_of_a_norm_class_of_its_own_is_refused_by_its_name():
     job = dataclasses.replace(JOB, model=lambda: Normed(OwnNorm))
     with pytest.raises(JobError, match=r"norm.*batch norm class of its own.*batch_size that divides the dataset"):
+        train("pp2", 2, 2, job)
+
+
+def half_frozen():
+    """Return a model whose first half, a whole pipeline stage, is frozen."""
+    model = Normed()
+    for part in (model.first, model.first_norm, *model.layers[:2]):
+        part.requires_grad_(requires_grad=False)
+    return model
+
+
+def test_stage_that_is_wholly_frozen_is_refused_by_its_number():
+    job = dataclasses.replace(JOB, model=half_frozen)
+    with pytest.raises(JobError, match="pipeline stage 0 has no trainable parameter"):
         train("pp2", 2, 2, job)

@@ -120,6 +120,12 @@ def test_loss_that_is_no_number_is_a_gap_and_is_told(tmp_path):
     assert [entry.text for entry in view.story.since(0) if entry.kind == "note"] == [note["text"]]
 
 
+def test_launcher_that_has_started_no_rank_yet_has_not_restarted_any(tmp_path):
+    run = empty_run(tmp_path / "run")
+    write(run.launcher_events(), {"at": time.time(), "kind": "note", "text": "waits for nodes"})
+    assert seen(run).status().restarts == 0
+
+
 def test_launcher_tells_how_ranks_ended_and_why_the_run_failed(tmp_path):
     run = empty_run(tmp_path / "run")
     write(

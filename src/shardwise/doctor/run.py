@@ -80,8 +80,10 @@ def check_going(facts: RunFacts) -> list[Verdict]:
         place = f"{marks[behind[0]].phase} of step {marks[behind[0]].step}"
         fact = f"{name_ranks(behind)} lags: still in {place}, and nobody has got on for {age_s:.0f} s"
         found.append(warn("hang", fact, f"see what it does: py-spy dump on its host, {facts.path}/logs"))
-    else:
+    elif facts.newest:
         found.append(ok("going on", f"the last sign of life is {age_s:.0f} s old"))
+    else:
+        found.append(ok("going on", "no rank has written an event yet"))
     return found
 
 

@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def trainable_of(named: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that require gradients; a model without one is refused."""
+def trainable_of(
+    named: Iterable[tuple[str, nn.Parameter]], *, owner: str = "the model"
+) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that require gradients; an `owner` without one is refused."""
     found = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not found:
-        raise JobError("the model has no trainable parameter", fix="leave some with requires_grad=True")
+        raise JobError(f"{owner} has no trainable parameter", fix="leave some with requires_grad=True")
     return found
 
 

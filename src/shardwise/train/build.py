@@ -104,7 +104,8 @@ def build_step(
     cut, model = _lay_out(job, blueprint, plan, place)
     seed_generators(seed)  # readers draw different dropout masks, whatever the model's init drew
     named = parameters_of(model)
-    trainable = trainable_of(named)
+    stage = f"pipeline stage {place.coordinate.pp}"
+    trainable = trainable_of(named, owner="the model" if cut is None else stage)
     inner = gradient_sync(model, plan, place)
     sync = by_rounds(inner, model, trainable, plan=plan, place=place, ends_round=around.length.syncs_after)
     parts = StepParts(

@@ -61,6 +61,11 @@ class Launch:
                 self.finished = str(event["state"])
 
     @property
+    def restarts(self) -> int:
+        """How many attempts came after the first."""
+        return max(0, self.attempts - 1)
+
+    @property
     def is_gone(self) -> bool:
         """Whether its process is known to be gone: only a launcher on this machine can be asked."""
         if self.pid is None or self.host != socket.gethostname() or not Path("/proc/self").exists():

@@ -138,7 +138,7 @@ class RunView:
             predicted_bytes=predicted,
             prediction=why_not,
             parameters=training.parameters,
-            restarts=max((launch.attempts - 1 for launch, _ in self._launchers()), default=len(training.restarts)),
+            restarts=max((launch.restarts for launch, _ in self._launchers()), default=len(training.restarts)),
             restart_marks=tuple(training.restarts[-100:]),
             evaluation=training.evaluation,
             checkpoints=tuple(self._checkpoints()),
