@@ -1,7 +1,6 @@
 """Ranks that train separate copies of a model: noted where it is so, and nowhere else."""
 
 import importlib.util
-import socket
 import sys
 
 import pytest
@@ -14,6 +13,7 @@ from shardwise.doctor.guard import Guard, HangLimits
 from shardwise.doctor.separate import describe_separate
 from shardwise.launch import LaunchSpec, Script, launch, run_forked
 from shardwise.record import start_record
+from shardwise.record.separate import OTHER_TRANSPORTS
 from shardwise.run import create_run
 from shardwise.run.calls import ENOUGH_SEPARATE_STEPS
 
@@ -26,40 +26,40 @@ def train(steps=3):
         optimizer.step()
 
 
-def separately(_rank, _port):
+def separately(_rank, _rendezvous):
     train()
 
 
-def with_a_group(rank, port):
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def with_a_group(rank, rendezvous):
+    dist.init_process_group("gloo", rendezvous, rank=rank, world_size=2)
     train()
     dist.destroy_process_group()
     train()  # such as an evaluation that fits something
 
 
-def warming_up(rank, port):
+def warming_up(rank, rendezvous):
     train(ENOUGH_SEPARATE_STEPS - 1)
-    with_a_group(rank, port)
+    with_a_group(rank, rendezvous)
 
 
-def by_remote_calls(rank, port):
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+def by_remote_calls(rank, rendezvous):
+    options = rpc.TensorPipeRpcBackendOptions(init_method=rendezvous)
     rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     train()
     rpc.shutdown()
 
 
-def with_mpi4py(_rank, _port):
-    importlib.import_module("mpi4py.rc")
+def with_mpi4py(_rank, _rendezvous):
+    importlib.import_module("mpi4py")
     train()
 
 
-def on_one_rank(rank, _port):
+def on_one_rank(rank, _rendezvous):
     if rank == 0:
         train()
 
 
-def not_at_all(_rank, _port):
+def not_at_all(_rank, _rendezvous):
     torch.ones(2, requires_grad=True).sum().backward()
 
 
@@ -78,19 +78,17 @@ def not_at_all(_rank, _port):
 def test_two_ranks_that_train_without_a_process_group_are_noted(tmp_path, monkeypatch, script, is_noted):
     if script is with_mpi4py and importlib.util.find_spec("mpi4py") is None:
         pytest.skip("no mpi4py")
-    monkeypatch.delitem(sys.modules, "mpi4py", raising=False)  # of another test: ranks are forks of this process
+    for name in OTHER_TRANSPORTS:  # imported by another test, such as mlx.core: ranks are forks of this process
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("TP_SOCKET_IFNAME", "lo")
     run, said = create_run(tmp_path / "run", "run"), []
     guard = Guard(run, HangLimits(), said.append)
     guard.follow(range(2))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
 
     def body(rank):
         start_record(run, rank, 2)
-        script(rank, port)
+        script(rank, f"file://{tmp_path}/rendezvous")  # a free port may be taken until the ranks use it
 
     run_forked(body, 2, timeout_s=60)
     guard.tick()

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +25,10 @@ def listen(ready):
 def start_listening():
     reader, ready = os.pipe()
     Process(target=listen, args=(ready,), daemon=True).start()
-    return os.read(reader, 4096).decode()
+    os.close(ready)  # so that a listener that could not start ends the read below
+    address = os.read(reader, 4096).decode()
+    assert address, "the listener did not start"
+    return address
 """
 
 
@@ -50,11 +55,11 @@ def run(tmp_path):
 
 
 @pytest.fixture
-def temporary(tmp_path, monkeypatch):
-    folder = tmp_path / "t"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    return folder
+def temporary(monkeypatch):
+    """A temporary directory with a short path: a Unix socket in it may have one of 107 bytes, and pytest's are long."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
 
 
 @pytest.mark.parametrize("fork", [True, False])

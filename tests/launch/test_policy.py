@@ -1,3 +1,5 @@
+import signal
+
 from shardwise.launch import Finish, GiveUp, RankExit, root_cause
 from shardwise.launch.policy import Restart, decide
 from shardwise.run.failure import Failure, describe_failure
@@ -37,6 +39,11 @@ def test_rank_that_left_with_zero_is_the_cause_of_a_lost_peer():
     assert root_cause([lost, late, told]).rank == 0
     own = exit_(4, failure=failure(4), at=2.0)
     assert root_cause([lost, early, own]).rank == 4
+
+
+def test_peers_of_a_rank_that_aborted_get_the_time_to_fail_by_themselves():
+    assert exit_(0, -signal.SIGKILL).is_certain
+    assert not exit_(0, -signal.SIGABRT).is_certain  # gloo aborts a rank that receives more than it expects
 
 
 def test_of_two_exceptions_the_first_in_time_is_the_cause():

@@ -1,14 +1,21 @@
 """What starters hand to the processes they start."""
 
+import os
+import signal
 import socket
 from pathlib import Path
 
 import pytest
 
 from shardwise.environment import variables
+from shardwise.launch.attempts import describe_lost
 from shardwise.launch.channel import Channel
+from shardwise.launch.explain import verdict
 from shardwise.launch.orders import Assembly, StartMeeting
-from shardwise.launch.starters import PlainStarter
+from shardwise.launch.processes import RankProcess
+from shardwise.launch.starters import ForkStarter, Output, PlainStarter
+from shardwise.launch.supervise import supervise
+from shardwise.launch.target import Program
 
 
 @pytest.mark.timeout(120)
@@ -39,3 +46,37 @@ def test_a_meeting_gets_the_environment_and_no_command_line_shows_it():
     finally:
         process.end()
         ours.close()
+
+
+class KilledWhenPolled(RankProcess):
+    """A child of the fork parent, which is killed in the moment before the child is polled."""
+
+    def __init__(self, child, parent):
+        super().__init__(child.rank, child.pid)
+        self._child, self._parent = child, parent
+
+    def poll(self):
+        if self._parent is not None:
+            os.kill(self._parent, signal.SIGKILL)
+            os.waitid(os.P_PID, self._parent, os.WEXITED | os.WNOWAIT)
+            self._parent = None
+        return self._child.poll()
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="ranks are not forked here")
+@pytest.mark.parametrize("polled", ["store", "rank"])
+def test_a_killed_fork_parent_is_the_cause_though_its_child_is_seen_first(tmp_path, polled):
+    target, environ = Program("sleep", ("1000",)), variables("")
+    output = Output(stdout=tmp_path / "out", stderr=tmp_path / "err")
+    with ForkStarter.start(environ, (), fresh=True) as starter:
+        starter.wait_until_ready()
+        child = starter.start_rank(0, target, environ, output=output, failure=tmp_path / "error")
+        parent = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[1])
+        killed = KilledWhenPolled(child, parent)
+        rank, store = (killed, None) if polled == "rank" else (child, killed)
+        outcome = supervise(
+            [rank], failure_of=lambda *_: None, lost=lambda: describe_lost(starter, store), timeout_s=60
+        )
+    text = verdict(outcome)
+    assert text.startswith(f"the fork parent of the ranks (pid {parent}) ended with SIGKILL"), text
+    assert not any(exit_.failed for exit_ in outcome.exits)

@@ -162,7 +162,7 @@ def _attempt(
             failure_of=partial(find_failure, run),
             ended=partial(write_exit, log),
             observers=observers,
-            lost=lambda: starter.lost or describe_lost_store(store),
+            lost=lambda: describe_lost(starter, store),
             grace_s=spec.grace_s,
         )
     finally:
@@ -253,10 +253,15 @@ def find_failure(run: RunDirectory, rank: int, returncode: int) -> Failure | Non
     return last_words(run.stderr(rank), rank) or unwritable(run, rank, returncode)
 
 
-def describe_lost_store(store: RankProcess) -> str:
-    """Say how an attempt's store ended; empty while it serves."""
-    returncode = store.poll()
-    return "" if returncode is None else f"the store of this attempt ended with {describe_exit(returncode)}"
+def describe_lost(starter: Starter, store: RankProcess | None) -> str:
+    """Report which process ended that ranks cannot continue without; empty while all are there.
+
+    A fork parent that is killed takes the store along, so the store is polled first: a fork parent that ends between
+    the two looks is still named as the cause. `store` is None where another node holds it.
+    """
+    returncode = store.poll() if store is not None else None
+    store_end = "" if returncode is None else f"the store of this attempt ended with {describe_exit(returncode)}"
+    return starter.lost or store_end
 
 
 @contextlib.contextmanager

@@ -38,7 +38,8 @@ def run_forked(
     The first failing rank's exception is raised here, with its traceback as a note. Results and exceptions
     travel by pickle; closures need not. `extra` are environment variables for all ranks.
     """
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
+    # As short as multiprocessing's own "pymp-": a Unix socket of a listener in it may have a path of 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="rank-") as name:
         folder = Path(name)
         processes = [
             start_fork(rank, lambda rank=rank: _child(body, rank, nproc, folder, extra))  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,8 +40,12 @@ class RankExit:
 
     @property
     def is_certain(self) -> bool:
-        """Whether no other rank's exit could explain this one: it was killed, or raised an error of its own."""
-        return self.failed and _kind(self) <= _RAISED
+        """Whether no other rank's exit could explain this one: it was killed, or raised an error of its own.
+
+        An abort may follow from a peer: gloo aborts the rank that receives more than it expects, NCCL's watchdog one
+        whose peer is gone. Where that peer was shows in its exception, which it needs time to write.
+        """
+        return self.failed and _kind(self) <= _RAISED and self.returncode != -signal.SIGABRT
 
 
 @dataclass(frozen=True, kw_only=True)

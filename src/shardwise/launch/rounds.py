@@ -15,7 +15,7 @@ from shardwise.launch.attempts import (
     Launched,
     LaunchSpec,
     Place,
-    describe_lost_store,
+    describe_lost,
     find_failure,
     node_environment,
     start_ranks,
@@ -222,7 +222,7 @@ class _Node:
     def _wait_for_meet(self, store: RankProcess | None) -> Meet:
         while self.meet is None or self.meet.round < self.round:
             self._look()
-            broken = self.starter.lost or (describe_lost_store(store) if store else "")
+            broken = describe_lost(self.starter, store)
             if broken:
                 raise _Ended(Over(failed=True, lost=broken))
         meet, self.meet = self.meet, None
@@ -281,7 +281,7 @@ class _Node:
         self._listen()
         if self._stopped and not self._stopped.signal:
             return self._stopped.reason
-        return self.link.lost or self.starter.lost or (describe_lost_store(store) if store else "")
+        return self.link.lost or describe_lost(self.starter, store)
 
     def _look(self) -> None:
         """Wait a little and take in what is new; _Ended when there is nothing to wait for any more."""

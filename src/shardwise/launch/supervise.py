@@ -127,11 +127,12 @@ def supervise(
         while watch.running:
             wait(TICK_S)
             now = time.monotonic()
-            missing = missing or lost()
+            codes = {rank: process.poll() for rank, process in watch.running.items()}
+            missing = missing or lost()  # after the polls: what is lost may have taken ranks along
             if missing and watch.stopping_since is None:
                 watch.stop_at = now  # ranks would wait for each other until a time limit
-                _stop_if_needed(watch, now, grace_s)  # before the look at their exits, which explain nothing now
-            for exit_ in _reap(watch, now, failure_of):
+                _stop_if_needed(watch, now, grace_s)  # before their exits are noted, which explain nothing now
+            for exit_ in _reap(watch, codes, now, failure_of):
                 ended(exit_)
             if elsewhere is not None:
                 _talk(watch, elsewhere)
@@ -156,14 +157,15 @@ def supervise(
     )
 
 
-def _reap(watch: _Watch, now: float, failure_of: Callable[[int, int], Failure | None]) -> list[RankExit]:
-    """Take note of the ranks that have ended since the last look, and return them."""
+def _reap(
+    watch: _Watch, codes: Mapping[int, int | None], now: float, failure_of: Callable[[int, int], Failure | None]
+) -> list[RankExit]:
+    """Take note of the ranks that have ended since the last look, as their exit codes show, and return them."""
     known = len(watch.exits)
-    for rank, process in list(watch.running.items()):
-        returncode = process.poll()
+    for rank, returncode in codes.items():
         if returncode is None:
             continue
-        del watch.running[rank]
+        process = watch.running.pop(rank)
         process.signal(signal.SIGKILL)  # whatever it started and left behind in its process group
         exit_ = RankExit(
             rank=rank,

@@ -10,7 +10,7 @@ from shardwise.run.calls import ENOUGH_SEPARATE_STEPS
 if TYPE_CHECKING:
     from shardwise.run.calls import CallRing
 
-_OTHER_TRANSPORTS = (
+OTHER_TRANSPORTS = (
     *("mpi4py", "horovod", "byteps", "bagua", "hivemind", "oneccl_bindings_for_pytorch"),
     *("jax", "mlx.core", "tensorflow", "ray", "dask", "cupy", "zmq"),
 )
@@ -46,7 +46,7 @@ def _communicates() -> bool:
     """Whether this rank has, or may have, a way to synchronize what it trains with other ranks."""
     import torch.distributed as dist
 
-    if any(name in sys.modules for name in _OTHER_TRANSPORTS):
+    if any(name in sys.modules for name in OTHER_TRANSPORTS):
         return True
     if not dist.is_available():
         return False
