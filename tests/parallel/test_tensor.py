@@ -399,6 +399,7 @@ def test_use_of_another_modules_parameter_is_refused_with_what_to_do():
         on_ranks(Borrower(), torch.randn(2, 8), lambda out: out.sum(), rules=rules)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="wrong gradients on this torch, where plans refuse it")
 @pytest.mark.parametrize("sequence", [False, pytest.param(True, marks=pytest.mark.prove)])
 def test_a_block_compiles_into_one_graph(sequence):
     model, tokens = decoder("llama tied, grouped heads")

@@ -144,19 +144,22 @@ def test_peers_fed_what_the_feed_gives_train(name):
 
 def test_data_that_is_random_by_rank_is_refused():
     class Augmented(torch.utils.data.Dataset):
+        """Draws from a generator of its own, which no seed of the job or of a sample sets."""
+
+        def __init__(self, rank):
+            self.generator = torch.Generator().manual_seed(rank)
+
         def __len__(self):
             return 16
 
         def __getitem__(self, index):
-            tokens = torch.randint(0, 50, (9,))  # from a generator that no seed of the sample sets
+            tokens = torch.randint(0, 50, (9,), generator=self.generator)
             return tokens[:-1], tokens[1:]
 
     def body(world):
-        torch.manual_seed(world.rank)
-        data = Augmented()
+        data = Augmented(world.rank)
         job = sentences_job(steps=1, data=lambda split: data if split == "train" else None)
         step = build_step(job, sw.Plan.preset("tp", world.size, batch_size=8), world)
-        torch.manual_seed(world.rank)
         with pytest.raises(JobError, match="another batch than rank 0"):
             step(next(iter(step.feed)))
         return True

@@ -1,12 +1,17 @@
 """Search proposes nothing that `train` refuses: both ask the same rules."""
 
+import dataclasses
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.errors import PlanError
 from shardwise.hardware.calibration import default_calibration
 from shardwise.hardware.cluster import parse_cluster
+from shardwise.parallel import support
 from shardwise.parallel.support import require_supported
 from shardwise.plan.choose.explain import reason
 from shardwise.plan.choose.search import Question, search
@@ -124,3 +129,13 @@ def test_pipeline_is_not_proposed_for_a_model_that_its_stages_would_refuse_in_th
     answer = answer_of(job_subject(job, FOUR, describe, accepts=ModelRules(job)))
     assert {candidate.plan.layout.pp for candidate in answer.candidates} == {1}
     assert "uses on one side of it what it registers on the other" in reason(answer, "pp")
+
+
+@pytest.mark.parametrize(("version", "is_refused"), [("2.11.0+cu130", True), ("2.13.0", False)])
+def test_compiled_tensor_parallel_blocks_are_refused_on_a_torch_that_trains_them_wrongly(
+    monkeypatch, version, is_refused
+):
+    monkeypatch.setattr(support, "package_version", lambda _: version)
+    plan = dataclasses.replace(sw.Plan.preset("tp", 2, batch_size=8), compile="blocks")
+    with pytest.raises(PlanError, match=r"wrong gradients on torch 2\.11") if is_refused else nullcontext():
+        support.require_supported(plan)
