@@ -158,14 +158,19 @@ def test_the_check_draws_no_random_number_and_moves_no_state_of_the_loss():
     assert run_ranks(body, 1) == [(1, True)]
 
 
-def test_the_check_moves_no_buffer_that_a_loss_keeps():
+def test_the_check_calls_no_loss_that_keeps_state():
     def body(world):
-        center = nn.BatchNorm1d(4, dtype=torch.float64)
-        job = make_job(sw.Loss(sum=lambda output, batch: row_sum(center(output), batch)))
-        train(world, job)
-        return int(center.num_batches_tracked)
+        center, seen = nn.BatchNorm1d(4, dtype=torch.float64), []
 
-    assert run_ranks(body, 1) == [1]
+        def recorded(output, batch):
+            seen.append(len(output))
+            return row_sum(output, batch)
+
+        train(world, make_job(sw.Loss(sum=lambda output, batch: row_sum(center(output), batch))))
+        train(world, make_job(sw.Loss(sum=recorded)))
+        return int(center.num_batches_tracked), len(seen)
+
+    assert run_ranks(body, 1) == [(1, 1)]
 
 
 @pytest.mark.parametrize("name", ["one", "ddp"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import types
+from collections.abc import MutableMapping, MutableSequence, MutableSet
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,20 +111,21 @@ class LossCheck:
 def _is_stateless(function: Any) -> bool:
     """Whether a function may be called more often than once a micro-batch: nothing it refers to keeps statistics.
 
-    Methods and callable objects may; a plain function may where it closes over a module with buffers.
+    Methods and callable objects may; a plain function may where it closes over a module with buffers, or over a list
+    or a dict that it could write to.
     """
     if isinstance(function, functools.partial):
-        return _is_stateless(function.func) and not any(
-            map(_has_buffers, (*function.args, *function.keywords.values()))
-        )
+        return _is_stateless(function.func) and not any(map(_may_change, (*function.args, *function.keywords.values())))
     if not isinstance(function, types.FunctionType):
         return False
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    return not any(map(_has_buffers, cells))
+    return not any(map(_may_change, cells))
 
 
-def _has_buffers(value: Any) -> bool:
-    return isinstance(value, nn.Module) and next(value.buffers(), None) is not None
+def _may_change(value: Any) -> bool:
+    if isinstance(value, nn.Module):
+        return next(value.buffers(), None) is not None
+    return isinstance(value, MutableSequence | MutableMapping | MutableSet)
 
 
 def refuse_uncounted(total: Tensor) -> None:
