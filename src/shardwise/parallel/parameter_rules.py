@@ -14,6 +14,7 @@ from torch import nn
 
 from shardwise.errors import JobError
 from shardwise.parallel.module_state import accumulation_hooks, has_hooks, plain_values
+from shardwise.plan.cost.stages import SPLIT_BACKWARD
 
 if TYPE_CHECKING:
     from shardwise.plan import Plan
@@ -21,14 +22,12 @@ if TYPE_CHECKING:
 Attributes = dict[str, dict[str, Any]]
 """Attributes of parameters by the parameter's name."""
 
-_SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv", "dualpipev")
-"""Schedules that compute gradients of weights apart, by torch.autograd.grad, which runs no hook of a parameter."""
-
 
 def check_parameters(module: nn.Module, plan: Plan) -> None:
     """Refuse parameters with something attached that the plan would lose; `module` is not yet under the plan."""
     is_replaced = plan.zero >= 2 or plan.layout.tp > 1 or plan.engine == "deepspeed"
-    splits_backward = plan.layout.pp > 1 and plan.pipeline.schedule in _SPLIT_BACKWARD
+    # Such schedules compute gradients of weights apart, by torch.autograd.grad, which runs no hook of a parameter.
+    splits_backward = plan.layout.pp > 1 and plan.pipeline.schedule in SPLIT_BACKWARD
     is_hidden = is_replaced or plan.zero == 1 or plan.offload.optimizer != "none"
     for name, parameter in module.named_parameters():
         if has_hooks(parameter) and (is_replaced or splits_backward):
