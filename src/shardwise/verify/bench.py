@@ -61,7 +61,7 @@ class Bench:
     made_for: MadeFor = "torch"
     """Whose module the job's model is."""
     _ones: dict[tuple[Exact, Variant, int], Record] = field(default_factory=dict)
-    _lower: dict[tuple[Precision, Variant], Record] = field(default_factory=dict)
+    _lower: dict[tuple[Precision, bool, Variant], Record] = field(default_factory=dict)
     _noise: dict[Exact, Limits] = field(default_factory=dict)
     _masks: dict[tuple[Layout, int], Finding | None] = field(default_factory=dict)
     _longest_s: float = 0.0
@@ -138,11 +138,15 @@ class Bench:
         return self._ones[key]
 
     def one_in(self, plan: Plan, variant: Variant) -> Record:
-        """Train in one process in the precision of `plan`, or remember it: it shows how far rounding goes."""
-        key = plan.precision, variant
+        """Train in one process with what rounds in `plan`, or remember it: it shows how far rounding goes.
+
+        A fused loss rounds as well: it casts the head's product per chunk of tokens.
+        """
+        key = plan.precision, plan.fused_loss, variant
         if key not in self._lower:
             alone = one_process(self.batch_size, dtype="fp32", made_for=self.made_for)
-            self._lower[key] = self.run(dataclasses.replace(alone, precision=plan.precision), variant=variant)
+            rounding = dataclasses.replace(alone, precision=plan.precision, fused_loss=plan.fused_loss)
+            self._lower[key] = self.run(rounding, variant=variant)
         return self._lower[key]
 
     def exact(self, asked: Exact) -> tuple[Exact, tuple[str, ...]]:

@@ -276,7 +276,7 @@ def _judge_by_band(bench: Bench, name: str, plan: Plan, changes: dict[str, float
     dtype = rounds_in(plan)
     if dtype is not None:
         lower = bench.one_in(plan, twin)
-        gaps += bench.apart(lambda: rounding_gaps(record, expected, lower, dtype))
+        gaps += bench.apart(lambda: rounding_gaps(record, expected, lower, plan))
         measure += f"; gradients and updates as close to fp32 as one process in {dtype}"
     record.discard()
     first = next((gap for gap in gaps if not gap.beyond <= 1), None)
