@@ -12,21 +12,23 @@ if TYPE_CHECKING:
 class ShardwiseError(Exception):
     """A failure explained in one sentence: the fact, then the fix.
 
-    Plain arguments only, so that it survives pickling from a rank to its launcher.
+    `code` names the condition for programs and tests, as `area.condition` ("plan.batch-not-divisible"): it stays the
+    same while the sentence may change. Plain arguments only, so that it survives pickling from a rank to its launcher.
     """
 
     exit_code: ClassVar[int] = 1
 
-    def __init__(self, fact: str, *, fix: str = "") -> None:
-        super().__init__(fact, fix)
+    def __init__(self, fact: str, *, code: str = "", fix: str = "") -> None:
+        super().__init__(fact, code, fix)
         self.fact = fact
+        self.code = code
         self.fix = fix
 
     def __str__(self) -> str:
         return f"{self.fact}: {self.fix}" if self.fix else self.fact
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.fact, self.fix))
+        return (_rebuild, (type(self), self.fact, self.code, self.fix))
 
 
 class InputError(ShardwiseError):
@@ -73,7 +75,11 @@ class MissingExtraError(InputError):
     @classmethod
     def of(cls, feature: str, extra: str) -> MissingExtraError:
         """Name the feature and the pip line that brings it."""
-        return cls(f"{feature} needs the extra [{extra}]", fix=f"pip install 'shardwise[{extra}]'")
+        return cls(
+            f"{feature} needs the extra [{extra}]",
+            code=f"extra.{extra}-missing",
+            fix=f"pip install 'shardwise[{extra}]'",
+        )
 
 
 class TrainingError(ShardwiseError):
@@ -99,5 +105,5 @@ def some_of(names: Iterable[str], most: int = 3) -> str:
     return (", ".join(known[:most]) + (f" and {len(known) - most} more" if len(known) > most else "")) or "nothing"
 
 
-def _rebuild(kind: type[ShardwiseError], fact: str, fix: str) -> ShardwiseError:
-    return kind(fact, fix=fix)
+def _rebuild(kind: type[ShardwiseError], fact: str, code: str, fix: str) -> ShardwiseError:
+    return kind(fact, code=code, fix=fix)
