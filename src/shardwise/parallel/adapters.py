@@ -63,24 +63,33 @@ def _check_target(module: nn.Module, name: str) -> None:
     if isinstance(child, NonDynamicallyQuantizableLinear) or isinstance(above, nn.TransformerEncoderLayer):
         raise JobError(
             f"Lora targets name {name}, whose weight {type(above).__name__} uses without calling the module",
+            code="job.lora-target-not-called",
             fix="leave it out of the targets",
         )
     if not is_plain_linear(child):
         raise JobError(
             f"Lora targets name {name}, a {type(child).__name__} with a forward of its own",
+            code="job.lora-target-not-linear",
             fix="name plain Linear modules only",
         )
     twin = next((other for other, part in module.named_modules() if part is not child and _holds(part, child)), None)
     if twin is not None:
         raise JobError(
             f"Lora targets name {name}, whose weight is also that of {twin}, where an adapter would count for one only",
+            code="job.lora-target-tied",
             fix="untie them (tie_head=False, tie_word_embeddings=False), or leave it out of the targets",
         )
     if has_adapter(child):
-        raise JobError(f"{name} has an adapter already", fix="let Job.model return the model without adapters")
+        raise JobError(
+            f"{name} has an adapter already",
+            code="job.lora-target-adapted",
+            fix="let Job.model return the model without adapters",
+        )
     if not child.weight.is_floating_point():  # type: ignore[operator]
         raise JobError(
-            f"Lora targets name {name}, whose weight is {child.weight.dtype}", fix="use an unquantised model"
+            f"Lora targets name {name}, whose weight is {child.weight.dtype}",
+            code="job.lora-target-quantized",
+            fix="use an unquantised model",
         )
 
 

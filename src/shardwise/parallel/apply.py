@@ -39,6 +39,7 @@ def norm_batches(module: nn.Module, plan: Plan, place: Place, _: Blueprint) -> n
     if foreign and place.readers is not None and plan.batch_norm == "sync":
         raise JobError(
             f"{', '.join(foreign)}: a batch norm class of its own cannot be synced over ranks",
+            code="support.batch-norm-class",
             fix="use torch's own batch norm, or --set batch_norm=local",
         )
     replaced = replace_batch_norms(module, place.readers if plan.batch_norm == "sync" else None)
@@ -46,6 +47,7 @@ def norm_batches(module: nn.Module, plan: Plan, place: Place, _: Blueprint) -> n
     if every > 1 and plan.batch_norm == "sync" and (foreign or batch_norms(replaced)):
         raise JobError(
             f"batch norms are synced in every forward pass, and replicas meet after {every} steps",
+            code="support.batch-norm-sync-every",
             fix="--set batch_norm=local, or sync_every = 1",
         )
     return replaced

@@ -43,6 +43,7 @@ class BatchNorm(_BatchNorm):
         if input.shape[0] != filled:
             raise JobError(
                 f"{self.name} gets {input.shape[0]} rows in a short step that is filled to {filled}",
+                code="support.batch-norm-filled-rows",
                 fix="use a batch_size that divides the dataset, or a norm that does not mix rows",
             )
         if self.group is None and rows == filled:

@@ -90,6 +90,7 @@ def job_blueprint(
         raise JobError(
             f"the model is too large to be built for real on every rank ({num_bytes / 1e9:.1f} GB), and on the meta"
             f" device it loses {some_of(lost)}",
+            code="model.meta-loses-state",
             fix="set that up outside Job.model, or as registered buffers; or use a host with more memory",
         )
     if source is None:
@@ -124,11 +125,13 @@ def build_model(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
         if is_lazy(tensor):
             raise JobError(
                 f"{name} of the model is uninitialized: it belongs to a lazy module that has seen no input",
+                code="model.lazy-parameter",
                 fix="run the model once on a sample inside Job.model",
             )
         if tensor.is_meta:
             raise JobError(
                 f"{name} of the model is on the meta device and has no value",
+                code="model.meta-parameter",
                 fix="build it on the CPU, or give the model an init_weights() that sets every parameter",
             )
     return module
@@ -193,9 +196,15 @@ def structure(make_model: Callable[[], nn.Module], seed: int) -> Skeleton:
 
 def _checked(model: object) -> nn.Module:
     if is_mlx(model):
-        raise JobError("Job.model made a module of MLX, which engine torch does not train", fix="--set engine=mlx")
+        raise JobError(
+            "Job.model made a module of MLX, which engine torch does not train",
+            code="model.mlx-module",
+            fix="--set engine=mlx",
+        )
     if not isinstance(model, nn.Module):
-        raise JobError(f"Job.model made a {type(model).__name__}", fix="return a torch.nn.Module")
+        raise JobError(
+            f"Job.model made a {type(model).__name__}", code="model.not-a-module", fix="return a torch.nn.Module"
+        )
     return model
 
 
@@ -214,7 +223,9 @@ def _from_file(path: Path, module: nn.Module, buffers: Specs) -> tuple[FileWeigh
     missing = sorted(set(aliases.values()) - set(saved))
     if missing or extra:
         raise JobError(
-            f"Job.weights {path} lacks {missing} and has extra {extra}", fix="name the state dict of this model"
+            f"Job.weights {path} lacks {missing} and has extra {extra}",
+            code="model.weights-keys-mismatch",
+            fix="name the state dict of this model",
         )
     return FileWeights(values, saved, path), tuple((name, spec) for name, spec in buffers if name in saved)
 

@@ -83,6 +83,7 @@ class _NoOther(TorchFunctionMode):
         if function in _ATTENTIONS:
             raise JobError(
                 f"cp cuts sequences, and {self._name} attends outside of its repeated blocks or by {function.__name__}",
+                code="support.cp-attention-outside-blocks",
                 fix="attend in the blocks alone, by torch's scaled_dot_product_attention, or use cp 1",
             )
         return function(*args, **(kwargs or {}))
@@ -101,6 +102,7 @@ def _placed(module: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
             if most is not None and length * size > most:
                 raise JobError(
                     f"sequences have {length * size} tokens, the decoder's context is {most}",
+                    code="model.context-exceeded",
                     fix=f"use context={length * size} or shorter sequences",
                 )
             kwargs["position_ids"] = torch.arange(index * length, (index + 1) * length, device=tokens.device)[None]
@@ -128,6 +130,7 @@ def _attending(inner: Callable[..., Any], name: str, group: dist.ProcessGroup, s
         if not attention.found:
             raise JobError(
                 f"cp cuts sequences at torch's scaled_dot_product_attention, and {name} did not call it",
+                code="support.cp-without-sdpa",
                 fix='attend by it (transformers: attn_implementation="sdpa"), or use cp 1',
             )
         return output
@@ -169,12 +172,18 @@ def attend_whole(  # noqa: PLR0917 - torch's signature
     size = dist.get_world_size(group)
     if attn_mask is not None:
         raise JobError(
-            "cp attends without a mask, and the model gives attention one", fix="leave attention_mask out, or use cp 1"
+            "cp attends without a mask, and the model gives attention one",
+            code="support.cp-attention-mask",
+            fix="leave attention_mask out, or use cp 1",
         )
     heads = query.shape[HEADS]
     if heads % size:
         valid = [str(degree) for degree in range(1, heads + 1) if heads % degree == 0]
-        raise PlanError(f"cp={size} does not divide {heads} attention heads", fix=f"use cp {' or '.join(valid)}")
+        raise PlanError(
+            f"cp={size} does not divide {heads} attention heads",
+            code="plan.cp-heads-not-divisible",
+            fix=f"use cp {' or '.join(valid)}",
+        )
     repeats = math.lcm(key.shape[HEADS], size) // key.shape[HEADS]
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, HEADS), value.repeat_interleave(repeats, HEADS)

@@ -27,17 +27,20 @@ def check_context(module: nn.Module, layout: Layout, *, own_loss: bool) -> None:
     if "position_ids" not in inspect.signature(module.forward).parameters:
         raise JobError(
             f"cp cuts sequences, and {type(module).__name__}.forward takes no position_ids to learn where a slice is",
+            code="support.cp-no-position-ids",
             fix=f"take position_ids [1, tokens] and hand them on, {_WITHOUT}",
         )
     for name, child in module.named_modules():
         if isinstance(child, nn.Embedding) and "position" in name and child.padding_idx is not None:
             raise JobError(
                 f"cp cuts sequences, and {name} counts positions from the padding it finds in a whole one",
+                code="support.cp-positions-from-padding",
                 fix="use cp 1",
             )
         if isinstance(child, _ConvNd | nn.RNNBase):
             raise JobError(
                 f"cp cuts sequences, and {name}, a {type(child).__name__}, looks at neighbouring tokens",
+                code="support.cp-mixes-tokens",
                 fix="use cp 1",
             )
     for name, config in _configs(module):  # last: a model without attention has a config of it all the same
@@ -46,6 +49,7 @@ def check_context(module: nn.Module, layout: Layout, *, own_loss: bool) -> None:
     if own_loss and getattr(module, "loss_type", None) != "ForCausalLM":
         raise JobError(
             f"cp cuts sequences, and {type(module).__name__} computes a loss that is not known to add up over slices",
+            code="support.cp-loss-inside-model",
             fix=f"return logits and give sw.losses.token_cross_entropy, {_WITHOUT}",
         )
 
@@ -68,6 +72,7 @@ def _check_heads(name: str, config: Any, layout: Layout) -> None:
             valid = [degree for degree in range(1, heads + 1) if heads % (degree * layout.tp) == 0]
             raise PlanError(
                 f"{cut} does not divide the {heads} attention heads of {name}",
+                code="plan.cp-heads-not-divisible",
                 fix=f"use cp {' or '.join(map(str, valid))}" if valid else "use another tp",
             )
 
@@ -78,6 +83,7 @@ def _check_config(name: str, config: Any) -> None:
     if kernel not in {None, "sdpa"}:
         raise JobError(
             f"cp cuts sequences at torch's scaled_dot_product_attention, and {name} attends by {kernel!r}",
+            code="support.cp-without-sdpa",
             fix=f'set attn_implementation="sdpa", {_WITHOUT}',
         )
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
@@ -87,10 +93,12 @@ def _check_config(name: str, config: Any) -> None:
         shorter = f"set config.sliding_window = None if sequences are shorter, {_WITHOUT}"
         raise JobError(
             f"cp cuts sequences, and {name} has layers that do not attend to all tokens ({kind})",
+            code="support.cp-partial-attention",
             fix="use cp 1" if kinds else shorter,
         )
     if getattr(config, "output_router_logits", False):
         raise JobError(
             f"cp cuts sequences, and {name} balances its experts over whole ones",
+            code="support.cp-expert-balancing",
             fix=f"set config.output_router_logits = False, {_WITHOUT}",
         )

@@ -124,6 +124,7 @@ class _Watch:
 def _refusal(names: str, fact: str) -> JobError:
     return JobError(
         f"forward changes the values of {names}: {fact}",
+        code="support.forward-changes-weights",
         fix="leave weights as they are in forward, or use --plan ddp with accumulation = 1",
     )
 

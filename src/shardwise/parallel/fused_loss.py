@@ -128,7 +128,11 @@ pytree.register_pytree_node(
 
 
 def _touched(how: str) -> JobError:
-    return JobError(f"plan has fused_loss, and something else than cross entropy reads the logits ({how})", fix=_OFF)
+    return JobError(
+        f"plan has fused_loss, and something else than cross entropy reads the logits ({how})",
+        code="support.fused-loss-logits-read",
+        fix=_OFF,
+    )
 
 
 def _cross_entropy(  # noqa: PLR0917 - torch's signature
@@ -150,6 +154,7 @@ def _cross_entropy(  # noqa: PLR0917 - torch's signature
     if input.ndim != 2 or target.shape != input.shape[:-1]:
         raise JobError(
             f"cross entropy gets logits {list(input.shape)} and targets {list(target.shape)}",
+            code="loss.logits-targets-mismatch",
             fix="flatten both to [tokens, words] and [tokens]",
         )
     total = input.entropy_sum(target, ignore_index)
@@ -193,6 +198,7 @@ def fuse_head(module: nn.Module) -> None:
     if isinstance(head.weight, DTensor) and head.weight.placements not in {(Shard(0),), (Replicate(),)}:
         raise JobError(
             "plan has fused_loss, and a tensor rule cuts the head by its inputs",
+            code="support.fused-loss-split-head",
             fix=f'use the rule "column_gathered" for it, or {_OFF}',
         )
     head.forward = _Deferring(head)  # type: ignore[assignment]
@@ -207,10 +213,15 @@ def find_head(module: nn.Module) -> nn.Linear:
         raise JobError(
             "plan has fused_loss, which needs a model whose last linear is `head` or get_output_embeddings(), and"
             f" {type(module).__name__} has {found}",
+            code="support.fused-loss-no-head",
             fix=f"name it `head`, or {_OFF}",
         )
     if has_adapter(head):
-        raise JobError("plan has fused_loss, and the head has an adapter, which it would leave out", fix=_OFF)
+        raise JobError(
+            "plan has fused_loss, and the head has an adapter, which it would leave out",
+            code="support.fused-loss-adapted-head",
+            fix=_OFF,
+        )
     return head
 
 

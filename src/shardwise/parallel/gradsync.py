@@ -132,6 +132,7 @@ class ReplicaSync(NoSync):
             raise JobError(
                 f"parameters that got gradients in the first step got none on rank {dist.get_rank()}"
                 f" ({some_of(unused)}), and DDP waits for them on the other ranks",
+                code="train.unused-parameters",
                 fix="use them in every step, or --set communication.find_unused_parameters=true",
             )
 

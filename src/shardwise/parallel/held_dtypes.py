@@ -25,6 +25,7 @@ def check_dtypes(module: nn.Module, plan: Plan, *, adapted: bool) -> None:
     if trained and (adapted or (plan.zero >= 2 and plan.engine == "torch")):
         raise JobError(
             f"{some_of(trained)} with requires_grad, where the plan holds what it trains in {plan.precision.parameter}",
+            code="model.trained-dtype-mismatch",
             fix=f"freeze them, or make them {plan.precision.parameter}, as by model.float()",
         )
     frozen = [f"{name} ({_word(each)})" for name, each in named if each.dtype not in {held, computed}]
@@ -32,6 +33,7 @@ def check_dtypes(module: nn.Module, plan: Plan, *, adapted: bool) -> None:
         raise JobError(
             f"{some_of(frozen)} beside adapters, where the plan holds {plan.precision.parameter}"
             f" and computes in {plan.precision.compute}",
+            code="model.frozen-dtype-mismatch",
             fix=f"make the model {plan.precision.parameter}, or --set precision=bf16 for a bf16 one",
         )
 

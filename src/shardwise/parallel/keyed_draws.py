@@ -110,22 +110,26 @@ class KeyedDraws:
             raise JobError(
                 f"{name} draws by {operator} where tensor parallelism shards activations, and keyed draws need whole"
                 " ones",
+                code="support.keyed-draws-tp",
                 fix=f"use tp = 1, {DRAW}",
             )
         if name in self.shared:
             raise JobError(
                 f"{name} draws by {operator} and stands in several places, which may be on two stages",
+                code="support.keyed-draws-shared-module",
                 fix=f"make one for each place, use pp = 1, {DRAW}",
             )
         if self.keys is None:
             raise JobError(
                 f"{name} draws by {operator} and does not know its samples, as of a stream, and masks are keyed",
+                code="support.keyed-draws-no-index",
                 fix=f"give a dataset that is read by index, {DRAW}",
             )
         rows = self.keys.shape[1]
         if not shape or shape[0] % rows:
             raise JobError(
                 f"{name} draws {list(shape)} by {operator} in a micro-batch of {rows}, and keyed draws need rows first",
+                code="support.keyed-draws-rows-first",
                 fix=f"draw [rows, ...], numbers of its own for each sample, {DRAW}",
             )
         return self.keys
@@ -197,6 +201,7 @@ class _Interception(TorchDispatchMode):
             name = self._draws.path[-1] or "the model"
             raise JobError(
                 f"{name} draws by {operator} for a parameter, which belongs to no sample, and masks are keyed",
+                code="support.keyed-draws-parameter",
                 fix=f"draw for activations, [rows, ...], {DRAW}",
             )
         return _RULES[operator](self._draws, operator, given)
@@ -228,6 +233,7 @@ def drawing_error(name: str, operator: str = "") -> JobError:
         fix = "call it under torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or set its dropout_p to 0"
     return JobError(
         f"{name or 'the model'} draws random numbers of its own{how}, and masks are keyed by sample and place",
+        code="support.keyed-draws-operator",
         fix=f"{fix}, {DRAW}",
     )
 

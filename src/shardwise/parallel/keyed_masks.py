@@ -68,17 +68,20 @@ class KeyedDropout(nn.Dropout):
         if self.is_cut:
             raise JobError(
                 f"{self.name} drops parts of an activation that tensor parallelism cuts, and keyed masks know no parts",
+                code="support.keyed-masks-tp",
                 fix=f"use tp = 1 or no dropout there, {DRAW}",
             )
         if self.keys is None:
             raise JobError(
                 f"{self.name} does not know its samples, as of a stream or outside of a step, and masks are keyed",
+                code="support.keyed-masks-no-index",
                 fix=f"give a dataset that is read by index, {DRAW}",
             )
         rows = self.keys.shape[1]
         if value.ndim == 0 or value.shape[0] % rows or (self.channels or value.ndim) != value.ndim:
             raise JobError(
                 f"{self.name} gets {list(value.shape)} of a micro-batch of {rows}, and keyed masks need rows first",
+                code="support.keyed-masks-rows-first",
                 fix=f"give it [rows, ...], {DRAW}",
             )
         return self.keys
@@ -106,6 +109,7 @@ def key_dropouts(module: nn.Module, *, staged: bool) -> None:
             if places > 1:
                 raise JobError(
                     f"{dropout.name} is part of a module that stands in {places} places, which may be on two stages",
+                    code="support.keyed-masks-shared-module",
                     fix=f"make one for each place, use pp = 1, {DRAW}",
                 )
     assign_places(module, staged=staged)

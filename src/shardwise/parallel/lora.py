@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 def adapt_blueprint(blueprint: Blueprint, lora: Lora, *, seed: int) -> Blueprint:
     """Return the blueprint with adapters in its module, on meta, and the place where their values come from."""
     if blueprint.weights is None:
-        raise JobError("adapters go beside weights that are not there yet", fix="give the job a model function")
+        raise JobError(
+            "adapters go beside weights that are not there yet",
+            code="job.lora-without-weights",
+            fix="give the job a model function",
+        )
     add_adapters(blueprint.module, lora)
     weights = AdapterWeights(blueprint.weights, _adapter_values(blueprint.module, lora, seed))
     return dataclasses.replace(blueprint, weights=weights, units=find_units(blueprint.module))
@@ -68,6 +72,7 @@ class LoadedAdapters:
         if value.shape != like.shape:
             raise JobError(
                 f"{name} is {list(value.shape)} in the file, {list(like.shape)} in the model",
+                code="job.adapter-shape-mismatch",
                 fix="name adapters of this model",
             )
         return value.to(device, like.dtype)
@@ -84,6 +89,7 @@ def _adapter_values(module: nn.Module, lora: Lora, seed: int) -> Weights:
         if saved[key] != getattr(lora, key):
             raise JobError(
                 f"adapters in {folder} have {key} {saved[key]:g}, the job's Lora has {getattr(lora, key):g}",
+                code="job.adapter-option-mismatch",
                 fix=f"--set lora.{key}={saved[key]:g}",
             )
     loaded = LoadedAdapters(folder)
@@ -91,6 +97,7 @@ def _adapter_values(module: nn.Module, lora: Lora, seed: int) -> Weights:
     if missing or extra:
         raise JobError(
             f"adapters in {folder} lack {some_of(missing)} and have extra {some_of(extra)}",
+            code="job.adapter-keys-mismatch",
             fix="give Lora the targets they were trained with",
         )
     return loaded

@@ -109,6 +109,7 @@ class Stand:
                 raise JobError(
                     f"{type(self.model).__name__} with random weights cannot run one batch"
                     f" ({type(error).__name__}: {error})",
+                    code="model.trial-run-failed",
                     fix="write Job(tensor_rules={...}) by hand",
                 ) from error
         sources[OUTPUT] = _arriving(_floats(output), owners)

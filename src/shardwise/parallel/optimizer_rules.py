@@ -40,10 +40,15 @@ def check_optimizer(optimizer: Optimizer) -> None:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise JobError(
             f"optimizer {kind} evaluates the loss several times in a step, through a closure",
+            code="optimizer.needs-closure",
             fix="use an optimizer that steps once on given gradients",
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
-        raise JobError(f"optimizer {kind} takes sparse gradients, and gradients are dense here", fix="use Adam")
+        raise JobError(
+            f"optimizer {kind} takes sparse gradients, and gradients are dense here",
+            code="optimizer.sparse-gradients",
+            fix="use Adam",
+        )
 
 
 def check_sharded_updates(optimizer: Optimizer) -> None:
@@ -69,12 +74,20 @@ def check_sharded_updates(optimizer: Optimizer) -> None:
         found = _try(optimizer, samples, _placed)
     except Exception as error:  # noqa: BLE001 - whatever torch lacks for shards
         reason = str(error).strip().splitlines()[0]
-        raise JobError(f"optimizer {kind} cannot update sharded parameters ({reason})", fix=fix) from None
+        raise JobError(
+            f"optimizer {kind} cannot update sharded parameters ({reason})",
+            code="optimizer.sharded-update-failed",
+            fix=fix,
+        ) from None
     finally:
         torch.set_rng_state(state)
     likes = [each for group in samples for each in group]
     if any(map(_differ, found, expected, likes)):
-        raise JobError(f"optimizer {kind} gives other updates on shards than on whole parameters", fix=fix)
+        raise JobError(
+            f"optimizer {kind} gives other updates on shards than on whole parameters",
+            code="optimizer.sharded-update-differs",
+            fix=fix,
+        )
 
 
 def _samples(parameters: Sequence[DTensor]) -> list[DTensor]:

@@ -46,6 +46,7 @@ def _outside_use(model: nn.Module, traceback: TracebackType | None) -> JobError:
         fact = f"FSDP2 gathers parameters for the forward of the model or of a repeated block, and {used} reads shards"
     return JobError(
         fact,
+        code="support.fsdp-use-outside-block",
         fix="call the model, which calls its blocks, or use --plan ddp or zero1, which keep parameters whole",
     )
 

@@ -31,12 +31,21 @@ def check_parameters(module: nn.Module, plan: Plan) -> None:
     is_hidden = is_replaced or plan.zero == 1 or plan.offload.optimizer != "none"
     for name, parameter in module.named_parameters():
         if has_hooks(parameter) and (is_replaced or splits_backward):
-            raise _refusal(f"{name} has a gradient hook, which {_name(plan)} would never run")
+            raise _refusal(
+                f"{name} has a gradient hook, which {_name(plan)} would never run",
+                code="support.parameter-gradient-hook",
+            )
         if accumulation_hooks(parameter) and plan.layout.world_size > 1:
-            raise _refusal(f"{name} has a hook that runs before its gradient is summed over ranks")
+            raise _refusal(
+                f"{name} has a hook that runs before its gradient is summed over ranks",
+                code="support.parameter-early-hook",
+            )
         if type(parameter) is not nn.Parameter and is_hidden:
             kind = type(parameter).__name__
-            raise _refusal(f"{name} is a {kind}, and {_name(plan)} would make a plain Parameter of it")
+            raise _refusal(
+                f"{name} is a {kind}, and {_name(plan)} would make a plain Parameter of it",
+                code="support.parameter-subclass",
+            )
     if is_replaced or plan.layout.pp > 1:
         _refuse_second_references(module, plan)
 
@@ -47,11 +56,16 @@ def check_dense(module: nn.Module) -> None:
         if parameter.is_complex():
             raise JobError(
                 f"{name} is {parameter.dtype}, and complex parameters are not trained here",
+                code="model.complex-parameter",
                 fix="keep it as real numbers (torch.view_as_real) and use torch.view_as_complex in forward",
             )
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
-            raise JobError(f"{name} has sparse = True, and gradients are dense here", fix="use sparse=False")
+            raise JobError(
+                f"{name} has sparse = True, and gradients are dense here",
+                code="model.sparse-gradients",
+                fix="use sparse=False",
+            )
 
 
 def attributes_of(module: nn.Module) -> Attributes:
@@ -77,7 +91,8 @@ def _refuse_second_references(module: nn.Module, plan: Plan) -> None:
         if id(value) in names:
             raise _refusal(
                 f"{names[id(value)]} is also kept in the attribute {place}, where {_name(plan)} would leave a weight"
-                " that is not trained"
+                " that is not trained",
+                code="support.parameter-second-reference",
             )
 
 
@@ -87,5 +102,5 @@ def _name(plan: Plan) -> str:
     return f"plan {plan.layout} with zero = {plan.zero}" if plan.zero else f"plan {plan.layout}"
 
 
-def _refusal(fact: str) -> JobError:
-    return JobError(fact, fix="use --plan ddp, or change the model")
+def _refusal(fact: str, *, code: str) -> JobError:
+    return JobError(fact, code=code, fix="use --plan ddp, or change the model")

@@ -73,6 +73,7 @@ def _take(value: Any, tensors: list[Tensor], layer: str) -> Structure:
     kind = f"{value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
     raise JobError(
         f"layer {layer} returns a {kind}, which cannot go to the next pipeline stage",
+        code="support.pipeline-layer-output",
         fix="return floating-point tensors, in plain tuples, lists or dicts",
     )
 

@@ -30,17 +30,17 @@ _CLOSE = 1e-3
 """Gradients of peers may differ by the order of a sum, those of different labels differ by themselves."""
 
 
-def refuse_different(what: str, mine: Any, group: dist.ProcessGroup, *, fix: str) -> None:
+def refuse_different(what: str, mine: Any, group: dist.ProcessGroup, *, code: str, fix: str) -> None:
     """Raise on every rank of `group` if `mine` is not equal on all of them; communicates over it, on the host."""
     (first, value), *rest = gathered(mine, group)
-    refuse_peers([rank for rank, theirs in rest if theirs != value], f"{what} than rank {first}", fix=fix)
+    refuse_peers([rank for rank, theirs in rest if theirs != value], f"{what} than rank {first}", code=code, fix=fix)
 
 
-def refuse_peers(ranks: list[int], what: str, *, fix: str) -> None:
+def refuse_peers(ranks: list[int], what: str, *, code: str, fix: str) -> None:
     """Raise if there are such ranks; called with the same ones on all of their peers."""
     if ranks:
         named = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
-        raise JobError(f"{named} fed {what}, and they hold one model together", fix=fix)
+        raise JobError(f"{named} fed {what}, and they hold one model together", code=code, fix=fix)
 
 
 def gathered(mine: Any, group: dist.ProcessGroup) -> list[tuple[int, Any]]:
@@ -66,7 +66,7 @@ def watch_inputs(module: nn.Module, group: dist.ProcessGroup, after_backward: Ca
             return
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         forms = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in given]
-        refuse_different("another input", (forms, fingerprints(given)), group, fix=_FIX)
+        refuse_different("another input", (forms, fingerprints(given)), group, code="data.peer-inputs-differ", fix=_FIX)
 
     def compare(gradient: Tensor) -> None:
         _compare_gradient(gradient, group)
@@ -96,7 +96,7 @@ def _compare_gradient(gradient: Tensor, group: dist.ProcessGroup) -> None:
     norms = rows.flatten(1).norm(dim=1) if rows.ndim > 1 else rows.flatten().abs()
     (first, value), *rest = gathered(norms.cpu(), group)
     others = [rank for rank, theirs in rest if not _is_close(value, theirs)]
-    refuse_peers(others, f"other labels or another loss than rank {first}", fix=_FIX)
+    refuse_peers(others, f"other labels or another loss than rank {first}", code="data.peer-labels-differ", fix=_FIX)
 
 
 def _is_close(first: Tensor, other: Tensor) -> bool:

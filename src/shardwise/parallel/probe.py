@@ -20,7 +20,11 @@ def trainable_of(
     """Return the parameters that require gradients; an `owner` without one is refused."""
     found = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not found:
-        raise JobError(f"{owner} has no trainable parameter", fix="leave some with requires_grad=True")
+        raise JobError(
+            f"{owner} has no trainable parameter",
+            code="model.no-trainable-parameter",
+            fix="leave some with requires_grad=True",
+        )
     return found
 
 
@@ -28,7 +32,11 @@ def refuse_sparse(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Refuse a gradient that is sparse: steps sum, check and clip dense ones."""
     for name, parameter in named:
         if parameter.grad is not None and parameter.grad.is_sparse:
-            raise JobError(f"{name} has a sparse gradient, and gradients are dense here", fix="use sparse=False")
+            raise JobError(
+                f"{name} has a sparse gradient, and gradients are dense here",
+                code="model.sparse-gradients",
+                fix="use sparse=False",
+            )
 
 
 def without_gradient(

@@ -182,6 +182,8 @@ def _dummy_run(module: nn.Module) -> Callable[[nn.Module], Any]:
     dummy = getattr(module, "dummy_inputs", None)
     if not isinstance(dummy, dict):
         raise JobError(
-            f"{type(module).__name__} brings no inputs to run it on", fix="give an example: lambda model: model(x)"
+            f"{type(module).__name__} brings no inputs to run it on",
+            code="model.no-example-inputs",
+            fix="give an example: lambda model: model(x)",
         )
     return lambda model: model(**dummy)

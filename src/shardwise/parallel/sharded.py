@@ -63,6 +63,7 @@ def check_sharded(module: nn.Module, plan: Plan, *, by_step: bool = True) -> Non
     why = "which tp has made DTensors already" if by_step else "and a loop of your own does not sum their gradients"
     raise JobError(
         f"FSDP2 does not shard scalar parameters ({some_of(names)}), {why}",
+        code="support.fsdp-scalar-parameter",
         fix="give them one dimension" + (", or use tp without sharding" if by_step else ", or use build_step"),
     )
 

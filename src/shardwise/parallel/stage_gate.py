@@ -76,6 +76,7 @@ class Gate:
         if number in self._seen or number >= self.own.stop:
             raise JobError(
                 f"layer {self.layers}.{number} runs twice or out of order in one forward",
+                code="support.pipeline-layer-order",
                 fix="pipelines need every layer once, in the order of the list; use pp = 1",
             )
         self._seen.add(number)
@@ -90,6 +91,7 @@ class Gate:
         if self.is_open and self.own.start and self.has_skipped_all:
             raise JobError(
                 f"{path} is registered before {self.layers} and used after it, so it is on the wrong pipeline stage",
+                code="support.pipeline-registration-order",
                 fix="register it again, behind the layers: parent.name = parent._modules.pop(name)",
             )
 
@@ -105,6 +107,7 @@ class Gate:
             raise JobError(
                 f"layer {self.layers}.{number} runs inside an autograd function, as reentrant activation checkpointing"
                 " runs it, and no gradient would cross the pipeline stage's boundary there",
+                code="support.pipeline-reentrant-checkpoint",
                 fix="use checkpoint(..., use_reentrant=False), leave recompute to the plan, or use pp = 1",
             )
 
@@ -114,6 +117,7 @@ class Gate:
             raise JobError(
                 f"the forward pass iterates over all parts of {path or 'the model'}, by parameters() or modules(), and"
                 " a pipeline stage holds only some of them",
+                code="support.pipeline-iterates-modules",
                 fix="compute what needs all parameters outside of the model, or use pp = 1",
             )
 

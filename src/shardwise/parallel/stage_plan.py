@@ -61,21 +61,26 @@ def check_pipeline(plan: Plan, num_layers: int | None = None) -> None:
     if schedule in SPLIT_BACKWARD and plan.zero >= 2:
         raise PlanError(
             f"schedule {schedule!r} splits backward, and on sharded stages (zero = {plan.zero}) that trains wrongly",
+            code="support.split-backward-sharded",
             fix='use schedule = "interleaved_1f1b", or zero 1 or replicas instead of shards',
         )
     for name, off, why in _UNSPLIT:
         if schedule in SPLIT_BACKWARD and getattr(plan, name) != off:
             raise PlanError(
                 f"schedule {schedule!r} splits backward, which {why}",
+                code="support.split-backward-option",
                 fix=f'use {name} = {json.dumps(off)}, or schedule = "interleaved_1f1b"',
             )
     if plan.compile == "model":
         raise PlanError(
-            "a pipeline leaves the model's forward in its middle, so it has no one graph", fix='use compile = "blocks"'
+            "a pipeline leaves the model's forward in its middle, so it has no one graph",
+            code="support.pipeline-whole-compile",
+            fix='use compile = "blocks"',
         )
     if plan.gradient_sync == "every":
         raise PlanError(
             "a pipeline sums gradients after the last micro-batch, the plan asks for every one",
+            code="support.pipeline-gradient-sync",
             fix='set gradient_sync = "last"',
         )
     _check_accumulation(plan)
@@ -96,6 +101,7 @@ def cut_layers(plan: Plan, num_layers: int) -> StageCut:
         most = num_layers // (num_stages // pp)
         raise PlanError(
             f"schedule {plan.pipeline.schedule!r} on pp = {pp} makes {num_stages} stages of {num_layers} layers",
+            code="plan.pipeline-too-many-stages",
             fix=f"use pp = {most}" if most > 1 else 'use schedule = "1f1b", fewer stages, or pp = 1',
         )
     even = even_bounds(num_layers, num_stages)
@@ -103,6 +109,7 @@ def cut_layers(plan: Plan, num_layers: int) -> StageCut:
     if any(first >= second for first, second in pairwise(bounds)):
         raise PlanError(
             f"pipeline split {list(split)} does not rise within {num_layers} layers",
+            code="plan.pipeline-split-invalid",
             fix=f"use rising numbers from 1 to {num_layers - 1}, such as split = {list(even[1:-1])}",
         )
     vee = plan.pipeline.schedule in VEE
@@ -121,6 +128,7 @@ def _num_stages(plan: Plan) -> int:
         return given
     raise PlanError(
         f"pipeline split {list(split)} makes {given} stages, schedule {schedule!r} on pp = {pp} takes {usual}",
+        code="plan.pipeline-split-count",
         fix=f"give {usual - 1} boundaries, or none",
     )
 
@@ -137,7 +145,11 @@ def _check_accumulation(plan: Plan) -> None:
     else:
         wanted = next(n for n in range(number + 1, number + 4 * pp + 1) if _takes(schedule, pp, n))
         fix = f"use accumulation = {wanted} (a batch of {wanted * plan.layout.dp} at least), or another schedule"
-    raise PlanError(f"schedule {schedule!r} on pp = {pp} {_RULES[schedule]}, the plan accumulates {number}", fix=fix)
+    raise PlanError(
+        f"schedule {schedule!r} on pp = {pp} {_RULES[schedule]}, the plan accumulates {number}",
+        code="plan.pipeline-accumulation",
+        fix=fix,
+    )
 
 
 _RULES = {

@@ -54,6 +54,7 @@ def find_ties(module: nn.Module, owners: Mapping[str, int], cut: StageCut, layer
             raise JobError(
                 f"{original} and {name} are one parameter, and the pipeline puts them on stages {owners[original]} and"
                 f" {owners[name]}",
+                code="support.pipeline-tied-weights",
                 fix="tie only what comes before the layers to what comes after them, or use pp = 1",
             )
         shared.add(original)

@@ -30,7 +30,9 @@ def find_layers(module: nn.Module, name: str | None = None) -> str:
     if name is not None:
         if name not in lists:
             raise JobError(
-                f"Job.layers is {name!r}, which is no ModuleList or Sequential of the model", fix=nearest(name, lists)
+                f"Job.layers is {name!r}, which is no ModuleList or Sequential of the model",
+                code="job.layers-not-found",
+                fix=nearest(name, lists),
             )
         return name
     sizes: dict[str, int] = {
@@ -39,6 +41,7 @@ def find_layers(module: nn.Module, name: str | None = None) -> str:
     if not any(sizes.values()):
         raise JobError(
             "the model has no list of repeated blocks to cut a pipeline along",
+            code="support.pipeline-no-blocks",
             fix=f"name one, Job(layers=...): {', '.join(map(repr, lists))}" if lists else "use pp = 1",
         )
     largest = max(sizes, key=lambda path: sizes[path])
@@ -51,6 +54,7 @@ def find_layers(module: nn.Module, name: str | None = None) -> str:
     if rivals:
         raise JobError(
             f"the model has several lists of blocks a pipeline could be cut along: {', '.join([largest, *rivals])}",
+            code="support.pipeline-several-lists",
             fix=f"name one, Job(layers={largest!r}), or the one that runs first where a later one uses what it made; or"
             " use pp = 1",
         )
@@ -98,7 +102,10 @@ def _owners(module: nn.Module, cut: StageCut, layers: str) -> dict[str, int]:
     """Name the stage of every parameter and buffer, under every name it has."""
     keys = list(module.get_submodule(layers)._modules)  # noqa: SLF001 - a Sequential may have names for keys
     if len(keys) != cut.num_layers:
-        raise JobError(f"{layers or 'the model'} has {len(keys)} layers, the pipeline is cut for {cut.num_layers}")
+        raise JobError(
+            f"{layers or 'the model'} has {len(keys)} layers, the pipeline is cut for {cut.num_layers}",
+            code="plan.pipeline-layer-count",
+        )
     prefix = f"{layers}." if layers else ""
     stages = {f"{prefix}{key}": cut.stage_of(index) for index, key in enumerate(keys)}
     owners: dict[str, int] = {}
@@ -261,6 +268,7 @@ class Stage(nn.Module):
                 raise
             raise JobError(
                 "the model writes into a parameter in its forward pass, and that one is on another pipeline stage",
+                code="support.pipeline-parameter-write",
                 fix="use pp = 1",
             ) from error
         finally:
@@ -278,6 +286,7 @@ class Stage(nn.Module):
                 f"pipeline stage {self.index} made NaN of finite numbers: it used a parameter{used} of another stage,"
                 f" which is NaN here (what is registered before {self._gate.layers} is on the first stage, what comes"
                 " after it on the last)",
+                code="support.pipeline-foreign-parameter",
                 fix="register parameters on the side of the layers where forward uses them, or use pp = 1",
             )
 
@@ -285,6 +294,7 @@ class Stage(nn.Module):
         if not self._gate.has_skipped_all:
             raise JobError(
                 f"layer {self._gate.layers}.{self._gate.own[-1]} ran before all layers in front of it",
+                code="support.pipeline-layer-order",
                 fix="pipelines need every layer once, in the order of the list; use pp = 1",
             )
 
@@ -292,6 +302,7 @@ class Stage(nn.Module):
         if not self.is_last:
             raise JobError(
                 f"the forward pass ended without layer {self._gate.layers}.{self._gate.own[-1]}",
+                code="support.pipeline-layer-skipped",
                 fix="pipelines need every layer in every forward; use pp = 1",
             )
         self._check_start()

@@ -39,7 +39,9 @@ def require_supported(plan: Plan) -> None:
 def _check_unbuilt(plan: Plan) -> None:
     if "nvme" in (plan.offload.parameters, plan.offload.optimizer):
         raise PlanError(
-            "plan offloads to nvme, which engine torch does not", fix='use "cpu", or --set engine=deepspeed'
+            "plan offloads to nvme, which engine torch does not",
+            code="support.nvme-offload",
+            fix='use "cpu", or --set engine=deepspeed',
         )
 
 
@@ -49,29 +51,46 @@ def _check_precision(plan: Plan) -> None:
     if held not in ({"fp32"}, {"fp64"}) or (reduce != held and (reduce != {"bf16"} or plan.zero < 2)):
         raise PlanError(
             f"plan holds {plan.precision}",
+            code="support.precision-mix",
             fix="hold parameters, gradients and optimizer all in fp32 or fp64; only zero 2 and 3 may reduce in bf16",
         )
     if held == {"fp64"} and (plan.precision.compute != "fp64" or reduce != held):
-        raise PlanError(f"plan computes in {plan.precision.compute} on fp64 weights", fix="compute in fp64 as well")
+        raise PlanError(
+            f"plan computes in {plan.precision.compute} on fp64 weights",
+            code="support.fp64-mix",
+            fix="compute in fp64 as well",
+        )
     if held == {"fp32"} and plan.precision.compute == "fp64":
-        raise PlanError("plan computes in fp64 on fp32 weights", fix="set every precision to fp64")
+        raise PlanError(
+            "plan computes in fp64 on fp32 weights", code="support.fp64-mix", fix="set every precision to fp64"
+        )
 
 
 def _check_sharding(plan: Plan) -> None:
     if plan.offload.parameters == "cpu" and plan.zero < 2:
         raise PlanError(
             f"plan offloads parameters with zero = {plan.zero}, which keeps them whole on the device",
+            code="support.offload-whole-parameters",
             fix="use zero3, or offload the optimizer only",
         )
     if plan.offload.parameters == "cpu" and plan.offload.optimizer != "cpu":
         raise PlanError(
             "plan offloads parameters but not the optimizer, which works where its parameters are",
+            code="support.offload-without-optimizer",
             fix='set offload.optimizer = "cpu" too',
         )
     if plan.zero == 1 and plan.layout.tp > 1:
-        raise PlanError(f"plan {plan.layout} has zero = 1 with tp, whose weights are cut already", fix="use zero = 2")
+        raise PlanError(
+            f"plan {plan.layout} has zero = 1 with tp, whose weights are cut already",
+            code="support.zero1-with-tp",
+            fix="use zero = 2",
+        )
     if plan.communication.prefetch < 1:
-        raise PlanError(f"plan prefetch is {plan.communication.prefetch}", fix="use 1 or more blocks")
+        raise PlanError(
+            f"plan prefetch is {plan.communication.prefetch}",
+            code="plan.prefetch-too-small",
+            fix="use 1 or more blocks",
+        )
 
 
 def _check_communication(plan: Plan) -> None:
@@ -80,16 +99,19 @@ def _check_communication(plan: Plan) -> None:
         raise PlanError(
             f"plan compression = {options.compression!r} compresses DDP's buckets, and {plan.layout} (zero {plan.zero})"
             " has none",
+            code="support.compression-without-ddp",
             fix='use --plan ddp or zero1, or compression = "none"',
         )
     if options.static_graph and plan.accumulation > 1 and plan.gradient_sync == "last":
         raise PlanError(
             "plan has static_graph with accumulation, and DDP cannot hold a static graph back",
+            code="support.static-graph-accumulation",
             fix='set gradient_sync = "every", or leave static_graph off',
         )
     if options.find_unused_parameters and plan.fused_loss and uses_ddp(plan):
         raise PlanError(
             "plan has find_unused_parameters with fused_loss, and DDP would not see that the loss uses the head",
+            code="support.unused-parameters-fused-loss",
             fix="leave one of them at its default",
         )
 
@@ -99,15 +121,21 @@ def _check_forms(plan: Plan) -> None:
     if plan.layout.cp > 1 and plan.layout.pp > 1:
         raise PlanError(
             f"plan {plan.layout} cuts sequences and stages, whose slices would not know their positions",
+            code="support.cp-with-pipeline",
             fix="use cp with shard, replicate or tp, or pp without cp",
         )
     if plan.capture == "step" and plan.layout.pp > 1:
         raise PlanError(
             f"plan captures the step, and the stages of {plan.layout} hand activations to each other in it",
+            code="support.capture-with-pipeline",
             fix='use capture = "none", or a plan without pp',
         )
     if plan.sequence_parallel and plan.layout.tp == 1:
-        raise PlanError("plan has sequence_parallel with tp = 1, which cuts nothing", fix="use tp 2 or more")
+        raise PlanError(
+            "plan has sequence_parallel with tp = 1, which cuts nothing",
+            code="plan.sequence-parallel-without-tp",
+            fix="use tp 2 or more",
+        )
 
 
 def _check_compile(plan: Plan) -> None:
@@ -119,5 +147,6 @@ def _check_compile(plan: Plan) -> None:
     if version.startswith(("2.11.", "2.12.")):
         raise PlanError(
             f"plan compiles tensor-parallel blocks, which train with wrong gradients on torch {version}",
+            code="support.compiled-tensor-parallel",
             fix="use --set compile=none, or install torch 2.13",
         )

@@ -20,12 +20,17 @@ def check_deepspeed(plan: Plan) -> None:
     default = type(plan)()
     for name in ("compile", "capture", "fused_loss"):
         if getattr(plan, name) != getattr(default, name):
-            raise PlanError(f"plan {name} = {getattr(plan, name)!r} is not for engine deepspeed", fix=_NATIVE)
+            raise PlanError(
+                f"plan {name} = {getattr(plan, name)!r} is not for engine deepspeed",
+                code="support.deepspeed-option",
+                fix=_NATIVE,
+            )
     for name in ("compression", "find_unused_parameters", "static_graph", "broadcast_buffers", "sync_every"):
         value = getattr(plan.communication, name)
         if value != getattr(default.communication, name):
             raise PlanError(
                 f"plan communication.{name} = {value!r} is not for engine deepspeed",
+                code="support.deepspeed-option",
                 fix=f"leave it at its default, or {_NATIVE}",
             )
 
@@ -36,11 +41,13 @@ def _check_layout(plan: Plan) -> None:
         if getattr(layout, axis) > 1:
             raise PlanError(
                 f"plan {layout} uses axis {axis}, and engine deepspeed trains replicas and shards only",
+                code="support.deepspeed-axis",
                 fix=f"use --plan zero3, or {_NATIVE}",
             )
     if layout.replicate > 1 and layout.shard > 1:
         raise PlanError(
             f"plan {layout} shards within replicas, and engine deepspeed shards over all ranks",
+            code="support.deepspeed-partial-sharding",
             fix=f"use --plan zero3, or {_NATIVE}",
         )
 
@@ -50,14 +57,20 @@ def _check_precision(plan: Plan) -> None:
     if {precision.parameter, precision.optimizer} != {"fp32"}:
         raise PlanError(
             f"plan holds {precision}, and DeepSpeed trains fp32 copies of parameters",
+            code="support.deepspeed-precision",
             fix=f"hold parameters and optimizer in fp32, or {_NATIVE}",
         )
     if "fp64" in (precision.compute, precision.reduce):
-        raise PlanError(f"plan has {precision}, and DeepSpeed has no fp64", fix=f"use fp32, or {_NATIVE}")
+        raise PlanError(
+            f"plan has {precision}, and DeepSpeed has no fp64",
+            code="support.deepspeed-fp64",
+            fix=f"use fp32, or {_NATIVE}",
+        )
     if precision.compute == "fp16" and plan.zero == 0:
         # 0.19.8 divides gradients by a scale that its backward never multiplied the loss with; only Adam hides it.
         raise PlanError(
             "plan computes in fp16 with zero = 0, where DeepSpeed shrinks gradients by the loss scale",
+            code="support.deepspeed-fp16-unsharded",
             fix=f"use --plan zero1, precision bf16, or {_NATIVE}",
         )
 
@@ -67,21 +80,32 @@ def _check_offload(plan: Plan) -> None:
     if offload.parameters != "none" and plan.zero != 3 and not alone:
         raise PlanError(
             f"plan offloads parameters with zero = {plan.zero}, which keeps them whole on the device",
+            code="support.offload-whole-parameters",
             fix="use --plan zero3, or offload the optimizer only",
         )
     if offload.optimizer != "none" and plan.zero == 0 and not alone:
-        raise PlanError("plan offloads the optimizer with zero = 0, which DeepSpeed does not", fix="use --plan zero1")
+        raise PlanError(
+            "plan offloads the optimizer with zero = 0, which DeepSpeed does not",
+            code="support.deepspeed-offload-unsharded",
+            fix="use --plan zero1",
+        )
     if "nvme" not in (offload.parameters, offload.optimizer):
         return
     if plan.zero != 3:
         raise PlanError(
             f"plan offloads to nvme with zero = {plan.zero}, and DeepSpeed would take the CPU without a word",
+            code="support.deepspeed-nvme-stage",
             fix="use --plan zero3 on 2 ranks or more",
         )
     if offload.parameters == "nvme" and plan.precision.compute != "bf16":
         raise PlanError(
             f"plan offloads {plan.precision.compute} parameters to nvme, where DeepSpeed keeps them in bf16",
+            code="support.deepspeed-nvme-dtype",
             fix='use precision bf16, or offload.parameters = "cpu"',
         )
     if not offload.folder:
-        raise PlanError("plan offloads to nvme and names no folder for it", fix="--set offload.folder=PATH")
+        raise PlanError(
+            "plan offloads to nvme and names no folder for it",
+            code="plan.nvme-folder-missing",
+            fix="--set offload.folder=PATH",
+        )

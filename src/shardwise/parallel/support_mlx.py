@@ -22,17 +22,26 @@ def check_mlx(plan: Plan) -> None:
     """Refuse a plan for engine mlx that would train wrongly or not at all."""
     for axis, words in _AXES.items():
         if getattr(plan.layout, axis) > 1:
-            raise PlanError(f"plan {plan.layout} uses axis {axis}, and engine mlx {words}", fix="use --plan ddp")
+            raise PlanError(
+                f"plan {plan.layout} uses axis {axis}, and engine mlx {words}",
+                code="support.mlx-axis",
+                fix="use --plan ddp",
+            )
     _check_precision(plan)
     default = type(plan)()
     for name, words in _FIELDS.items():
         if getattr(plan, name) != getattr(default, name):
-            raise PlanError(f"plan {name} = {getattr(plan, name)!r} is not for engine mlx: {words}", fix=_leave(name))
+            raise PlanError(
+                f"plan {name} = {getattr(plan, name)!r} is not for engine mlx: {words}",
+                code="support.mlx-option",
+                fix=_leave(name),
+            )
     for name in ("parameters", "optimizer"):
         if getattr(plan.offload, name) != "none":
             raise PlanError(
                 f"plan offload.{name} = {getattr(plan.offload, name)!r} is not for engine mlx, whose CPU and GPU share"
                 " one memory",
+                code="support.mlx-option",
                 fix=_leave(f"offload.{name}"),
             )
     for name in ("compression", "find_unused_parameters", "static_graph", "broadcast_buffers", "sync_every"):
@@ -40,6 +49,7 @@ def check_mlx(plan: Plan) -> None:
         if value != getattr(default.communication, name):
             raise PlanError(
                 f"plan communication.{name} = {value!r} is not for engine mlx, which sums whole gradients in one go",
+                code="support.mlx-option",
                 fix=_leave(f"communication.{name}"),
             )
 
@@ -57,15 +67,22 @@ def _check_precision(plan: Plan) -> None:
     precision = plan.precision
     held = {precision.parameter, precision.reduce, precision.optimizer}
     if precision.compute == "fp16":
-        raise PlanError("plan computes in fp16, for which engine mlx scales no loss", fix="use precision bf16 or fp32")
+        raise PlanError(
+            "plan computes in fp16, for which engine mlx scales no loss",
+            code="support.mlx-fp16",
+            fix="use precision bf16 or fp32",
+        )
     if held not in ({"fp32"}, {"fp64"}):
         raise PlanError(
             f"plan holds {precision}, and engine mlx holds all in one dtype",
+            code="support.mlx-precision",
             fix="hold parameters, gradients and optimizer in fp32",
         )
     if (held == {"fp64"}) != (precision.compute == "fp64"):
         raise PlanError(
-            f"plan computes in {precision.compute} on {precision.parameter} weights", fix="set every precision to fp64"
+            f"plan computes in {precision.compute} on {precision.parameter} weights",
+            code="support.fp64-mix",
+            fix="set every precision to fp64",
         )
 
 

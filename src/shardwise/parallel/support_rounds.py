@@ -18,12 +18,14 @@ def check_rounds(plan: Plan) -> None:
     if plan.layout.replicate == 1:
         raise PlanError(
             f"plan has sync_every = {every} with replicate = 1: there are no replicas to train on their own",
+            code="plan.sync-every-without-replicas",
             fix="use --plan ddp or hsdp, or sync_every = 1",
         )
     for unfit in _unfit(plan):
         if unfit.is_asked:
             raise PlanError(
                 f"plan has sync_every = {every} with {unfit.words}, which replicas on their own do not have",
+                code="support.sync-every-option",
                 fix=f"{unfit.fix}, or sync_every = 1",
             )
 

@@ -316,12 +316,14 @@ def _block(block: nn.Module, flow: _Flow, *, first: bool, last: bool) -> Callabl
         if not args:
             raise JobError(
                 f"{type(block).__name__} is called by keywords alone, and sequence parallelism cuts its first argument",
+                code="support.sequence-parallel-keywords",
                 fix="pass the hidden states as its first argument, or set sequence_parallel = false",
             )
         x, *others = args
         if any(isinstance(other, Tensor) and other.requires_grad for other in tree_leaves((others, kwargs))):
             raise JobError(
                 f"{type(block).__name__} gets a second tensor with a gradient, and sequence parallelism cannot sum it",
+                code="support.sequence-parallel-second-gradient",
                 fix="set sequence_parallel = false",
             )
         if first:
@@ -345,6 +347,7 @@ def _check_tokens(x: Tensor, degree: int) -> None:
     if tokens % degree:
         raise PlanError(
             f"sequences of {tokens} tokens do not divide by tp={degree}, which sequence parallelism needs",
+            code="plan.sequence-not-divisible",
             fix=f"use sequences of {tokens + -tokens % degree} tokens, or set sequence_parallel = false",
         )
 
@@ -390,6 +393,7 @@ def _explain_mixing(module: nn.Module) -> None:
                 raise
             raise JobError(
                 "under tensor parallelism a module cannot use the parameter of another directly",
+                code="support.tp-foreign-parameter",
                 fix="call the module that owns it, such as self.embed(tokens) in place of self.embed.weight[tokens]",
             ) from error
 

@@ -72,6 +72,7 @@ def refuse_unequal(names: list[str]) -> None:
     raise JobError(
         f"under tp the gradients of whole parameters differ between ranks ({some_of(names)}): they act on activations"
         " that are split over ranks",
+        code="support.tp-unequal-gradients",
         fix=f"add {{{rules}}} to the rules in Job(tensor_rules=...), which sums their gradients, or use tp 1",
     )
 

@@ -60,14 +60,23 @@ def find_rules(module: nn.Module, given: Mapping[str, str] | str | None) -> Mapp
     if not rules:
         raise PlanError(
             f"{type(module).__name__} has no rules for tensor parallelism",
+            code="support.tp-no-rules",
             fix=f"{_example(module)}have them proposed (shardwise verify JOB.py --propose-rules), or use tp 1",
         )
     names = [name for name, _ in module.named_modules()]
     for pattern, style in rules.items():
         if style not in STYLES:
-            raise JobError(f"tensor rule {pattern!r} has style {style!r}", fix=nearest(str(style), STYLES))
+            raise JobError(
+                f"tensor rule {pattern!r} has style {style!r}",
+                code="job.tensor-rule-style",
+                fix=nearest(str(style), STYLES),
+            )
         if not any(matches(pattern, name) for name in names):
-            raise JobError(f"tensor rule {pattern!r} matches no module", fix=nearest(pattern, map(_general, names)))
+            raise JobError(
+                f"tensor rule {pattern!r} matches no module",
+                code="job.tensor-rule-unmatched",
+                fix=nearest(pattern, map(_general, names)),
+            )
     for name, style in styles_by_name(module, rules).items():
         _check_kind(name, module.get_submodule(name), style)
     return rules | _adapter_rules(rules, names)
@@ -118,7 +127,11 @@ def styles_by_name(module: nn.Module, rules: Mapping[str, str]) -> dict[str, str
     for name, _ in module.named_modules():
         found = {style: pattern for pattern, style in rules.items() if matches(pattern, name)}
         if len(found) > 1:
-            raise JobError(f"{name} is named by tensor rules {' and '.join(found.values())}", fix="keep one of them")
+            raise JobError(
+                f"{name} is named by tensor rules {' and '.join(found.values())}",
+                code="job.tensor-rules-overlap",
+                fix="keep one of them",
+            )
         if found:
             (styles[name],) = found
     return styles
@@ -180,7 +193,11 @@ def check_tensor(module: nn.Module, degree: int, rules: Mapping[str, str], *, se
     counts = dict(_counts(module, styles))
     for words, count in counts.items():
         if count % degree:
-            raise PlanError(f"tp={degree} does not divide {words}", fix=_valid_degrees(degree, counts.values()))
+            raise PlanError(
+                f"tp={degree} does not divide {words}",
+                code="plan.tp-not-divisible",
+                fix=_valid_degrees(degree, counts.values()),
+            )
     _check_ties(module, styles)
     if sequence:
         _check_sequence(module, rules, styles)
@@ -218,6 +235,7 @@ def _translate(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
         if style not in _FROM_TRANSFORMERS:
             raise PlanError(
                 f"{type(module).__name__} asks for tensor style {style!r} at {pattern}, which is not supported",
+                code="support.tp-style",
                 fix="give Job(tensor_rules=...) that leaves it out, or use tp 1",
             )
         rules[pattern] = _FROM_TRANSFORMERS[style]
@@ -276,10 +294,15 @@ def _check_kind(name: str, module: nn.Module, style: str) -> None:
     """Refuse a style on a module whose arithmetic it does not know."""
     kind = type(module)
     if style in _LINEAR and not is_plain_linear(module):
-        raise JobError(f"tensor rule {style!r} names {name}, a {kind.__name__}", fix="name plain Linear modules only")
+        raise JobError(
+            f"tensor rule {style!r} names {name}, a {kind.__name__}",
+            code="job.tensor-rule-not-linear",
+            fix="name plain Linear modules only",
+        )
     if style == "vocab" and not can_cut_vocabulary(module):
         raise JobError(
             f"tensor rule 'vocab' names {name}, which is not a plain Embedding without max_norm and scale_grad_by_freq",
+            code="job.tensor-rule-not-embedding",
             fix="leave it out of the tensor rules",
         )
 
@@ -327,6 +350,7 @@ def _check_ties(module: nn.Module, styles: Mapping[str, str]) -> None:
             if cut != before:
                 raise JobError(
                     f"{first} is also {name}.{kind}, and the tensor rules cut the two differently",
+                    code="job.tensor-rules-tied",
                     fix='cut both over the vocabulary ("vocab" and "column_gathered"), or neither',
                 )
 
@@ -338,7 +362,13 @@ def _check_sequence(module: nn.Module, rules: Mapping[str, str], styles: Mapping
     outside = [name for name, style in styles.items() if style == "sequence" and not within(blocks, name)]
     if not blocks or outside:
         where = f"{outside[0]}, which is in no repeated block" if outside else "no norm of a repeated block"
-        raise PlanError(f"sequence parallelism: the tensor rules say 'sequence' of {where}", fix=fix)
+        raise PlanError(
+            f"sequence parallelism: the tensor rules say 'sequence' of {where}",
+            code="job.tensor-rule-sequence",
+            fix=fix,
+        )
     left = _without_rule(module, rules, blocks)
     if left:
-        raise PlanError(f"sequence parallelism: no tensor rule says how {left[0]} runs", fix=fix)
+        raise PlanError(
+            f"sequence parallelism: no tensor rule says how {left[0]} runs", code="job.tensor-rule-missing", fix=fix
+        )

@@ -117,6 +117,7 @@ class _UnitOrder:
         if not any(_differentiable(leaf) for leaf in tree_leaves(output)):
             raise JobError(
                 "the model returns no tensor with a gradient, and this rank skips repeated blocks that others run",
+                code="support.fsdp-output-without-gradient",
                 fix="return tensors in tuples, lists or dicts, or use --plan ddp or zero1",
             )
         return tree_map_only(Tensor, lambda leaf: _tie(leaf, tokens), output)
@@ -148,6 +149,7 @@ class _UnitOrder:
             raise JobError(
                 f"{self._names[wanted.unit]} runs at another place than in the first passes, and FSDP2 gathers units"
                 " in one order on all ranks",
+                code="support.fsdp-block-order",
                 fix="run repeated blocks in the same order in every pass, or use --plan ddp or zero1",
             )
         return rest[0] if rest else _Call(len(self._units), has_gradient=False)

@@ -21,11 +21,17 @@ def open_weights(path: Path) -> Mapping[str, Tensor]:
         files = sorted(path.glob("*.safetensors"))
         if not files:
             raise JobError(
-                f"Job.weights {path} holds no .safetensors file", fix="name a folder saved by save_pretrained"
+                f"Job.weights {path} holds no .safetensors file",
+                code="model.weights-no-safetensors",
+                fix="name a folder saved by save_pretrained",
             )
         return _Safetensors(files)
     if not path.is_file():
-        raise JobError(f"Job.weights {path} is not a file", fix="name a state dict saved by torch.save, or a folder")
+        raise JobError(
+            f"Job.weights {path} is not a file",
+            code="model.weights-not-found",
+            fix="name a state dict saved by torch.save, or a folder",
+        )
     if path.suffix == ".safetensors":
         return _Safetensors([path])
     try:
@@ -33,7 +39,11 @@ def open_weights(path: Path) -> Mapping[str, Tensor]:
     except (RuntimeError, ValueError, TypeError, OSError, pickle.UnpicklingError) as error:
         raise _unreadable(path, error) from error
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise JobError(f"Job.weights {path} does not load (it is no state dict)", fix="save model.state_dict()")
+        raise JobError(
+            f"Job.weights {path} does not load (it is no state dict)",
+            code="model.weights-not-state-dict",
+            fix="save model.state_dict()",
+        )
     return state
 
 
@@ -72,4 +82,8 @@ def _open(path: Path) -> Any:
 
 def _unreadable(path: Path, error: Exception) -> JobError:
     reason = (str(error).splitlines() or [""])[-1].strip()
-    return JobError(f"Job.weights {path} does not load ({reason})", fix="name a matching state dict")
+    return JobError(
+        f"Job.weights {path} does not load ({reason})",
+        code="model.weights-unreadable",
+        fix="name a matching state dict",
+    )

@@ -63,6 +63,7 @@ class StreamedWeights:
             raise JobError(
                 f"building the model takes {num_bytes / 1e9:.1f} GB of host memory,"
                 f" {available_memory() / 1e9:.1f} GB are free",
+                code="model.exceeds-host-memory",
                 fix="start from a file (Job.weights=), or give the model an init_weights() that sets every parameter",
             )
         self.words = f"built on rank 0's host ({num_bytes / 1e9:.2g} GB) and handed out"
@@ -116,6 +117,7 @@ class FileWeights:
             shapes = f"{name} is {list(value.shape)}, the model's {list(like.shape)}"
             raise JobError(
                 f"Job.weights {self._path} does not load ({shapes})",
+                code="model.weights-shape-mismatch",
                 fix="name the state dict of this model",
             )
         return value.to(device, like.dtype)

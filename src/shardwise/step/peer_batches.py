@@ -40,9 +40,14 @@ class PeerBatches:
             ((batch.denominator, batch.samples, forms), is_slice), self._group
         )
         others = [rank for rank, (theirs, _) in rest if theirs != value]
-        refuse_peers(others, f"another batch than rank {first}", fix=_FIX)
+        refuse_peers(others, f"another batch than rank {first}", code="data.peer-batches-differ", fix=_FIX)
         whole = [rank for rank, (_, theirs) in everyone if not theirs]
-        refuse_peers(whole, "something else than slices of the tokens, which cp splits", fix=_FIX)
+        refuse_peers(
+            whole,
+            "something else than slices of the tokens, which cp splits",
+            code="data.peer-tokens-unsliced",
+            fix=_FIX,
+        )
 
     def _is_slice(self, micro_batch: MicroBatch) -> bool:
         """Whether a micro-batch has this rank's tokens of the whole one; floats may be in another precision."""
