@@ -90,6 +90,11 @@ class RankFailedError(ShardwiseError):
     """A rank of a launched world failed; carries its own words."""
 
 
+def with_code(sentence: str, code: str) -> str:
+    """Return a sentence as it is shown to people: what to search for stands at its end, in brackets."""
+    return f"{sentence} [{code}]" if code else sentence
+
+
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Return advice naming the choice that `name` was probably meant to be."""
     known = sorted(choices)

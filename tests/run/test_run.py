@@ -54,12 +54,19 @@ def test_requeued_job_goes_on_in_the_run_directory_that_it_names(tmp_path, monke
     assert create_run(path, "job").path == path
 
 
-def test_failure_round_trips_with_its_exit_code(tmp_path):
-    failure = describe_failure(JobError("bad", fix="mend"), 3)
+def test_failure_round_trips_with_its_exit_code_and_its_code(tmp_path):
+    failure = describe_failure(JobError("bad", code="job.not-a-job", fix="mend"), 3)
     write_failure(tmp_path / "e.json", failure)
     assert read_failure(tmp_path / "e.json") == failure
-    assert (failure.exit_code, failure.message) == (2, "bad: mend")
+    assert (failure.exit_code, failure.message, failure.code) == (2, "bad: mend", "job.not-a-job")
     assert read_failure(tmp_path / "none.json") is None
+
+
+def test_failure_of_an_earlier_version_has_no_code(tmp_path):
+    written = msgspec.to_builtins(describe_failure(ValueError("bad"), 3))
+    del written["code"]
+    (tmp_path / "e.json").write_bytes(msgspec.json.encode(written))
+    assert read_failure(tmp_path / "e.json").code == ""
 
 
 def test_errors_survive_pickling():

@@ -11,7 +11,7 @@ import click
 from shardwise.cli.lazy import LazyGroup
 from shardwise.cli.one_voice import end, with_job_file
 from shardwise.cli.set_keys import unknown_option
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, with_code
 from shardwise.run.console import say
 from shardwise.run.exitcodes import BAD_INPUT, INTERRUPTED
 
@@ -65,7 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     except ShardwiseError as error:
         if "--debug" in takewhile(lambda argument: argument.startswith("-"), arguments):
             traceback.print_exc()
-        return end(error.exit_code, f"shardwise: {with_job_file(str(error), *arguments)}")
+        sentence = with_code(with_job_file(str(error), *arguments), error.code)
+        return end(error.exit_code, f"shardwise: {sentence}")
     return result if isinstance(result, int) else 0
 
 

@@ -19,7 +19,7 @@ from shardwise.cli.saving_options import saving_options, settle_saving
 from shardwise.cli.sinks import HELP, checked_sinks
 from shardwise.cli.summary import summarise
 from shardwise.environment import MPI_STARTERS
-from shardwise.errors import LaunchError
+from shardwise.errors import LaunchError, with_code
 from shardwise.run.console import complain
 from shardwise.run.exitcodes import BAD_INPUT, DONE, INTERRUPTED, JOB_FAILED, PREEMPTED
 from shardwise.run.failure import NOT_SAVED
@@ -283,7 +283,8 @@ def _conclude(ranks: RanksSpec, launched: Launched, run: RunDirectory, *, is_fir
     if cause is not None and cause.failure is not None and cause.failure.exit_code == BAD_INPUT and not run.has_trained:
         if click.get_current_context().find_root().params["debug"]:
             complain(cause.failure.traceback)
-        complain(f"shardwise: {with_job_file(cause.failure.message, click.get_current_context().params['job'])}")
+        sentence = with_job_file(cause.failure.message, click.get_current_context().params["job"])
+        complain(f"shardwise: {with_code(sentence, cause.failure.code)}")
         run.remove()
         return BAD_INPUT
     complain(explain_outcome(outcome, run))

@@ -6,6 +6,7 @@ import signal
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
+from shardwise.errors import with_code
 from shardwise.launch.policy import RankExit, root_cause
 from shardwise.run.disk import describe_kept
 from shardwise.run.exitcodes import describe_exit
@@ -65,7 +66,7 @@ def _summary(exit_: RankExit) -> str:
         return describe_exit(exit_.returncode)
     first_line = shorten((exit_.failure.message.splitlines() or [""])[0], _MOST_LETTERS, placeholder=" ...")
     where = "" if exit_.place else f" (on {exit_.failure.host})"
-    return f"{exit_.failure.kind}: {first_line}{where}"
+    return f"{exit_.failure.kind}: {with_code(first_line, exit_.failure.code)}{where}"
 
 
 def _is_full(cause: RankExit) -> bool:

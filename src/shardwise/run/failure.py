@@ -46,6 +46,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int
     peer_lost: bool
     """The error only says that another rank went away."""
+    code: str = ""
+    """The condition by name if the error is one of shardwise's own; empty for any other, and in files from before."""
 
 
 def describe_failure(error: BaseException, rank: int) -> Failure:
@@ -60,6 +62,7 @@ def describe_failure(error: BaseException, rank: int) -> Failure:
         traceback=printable("".join(traceback.format_exception(error))),
         exit_code=error.exit_code if isinstance(error, ShardwiseError) else 1,
         peer_lost=isinstance(error, _PEER_ERRORS) and PEER_LOST.search(message) is not None,
+        code=error.code if isinstance(error, ShardwiseError) else "",
     )
 
 
