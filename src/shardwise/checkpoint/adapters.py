@@ -31,7 +31,11 @@ def merged(contents: Contents) -> Contents:
     sums = {f"{MODEL}{name}.weight" for name in modules}
     lacking = sorted(sums - contents.forms.keys())
     if lacking:
-        raise InputError(f"the adapters stand beside {lacking[0]}, which is not there", fix="name the run they are of")
+        raise InputError(
+            f"the adapters stand beside {lacking[0]}, which is not there",
+            code="checkpoint.adapter-base-missing",
+            fix="name the run they are of",
+        )
 
     def read(names: Collection[str]) -> dict[str, Tensor]:
         factors = [factor for name in names if name in sums for factor in _factors(name)]
@@ -75,5 +79,7 @@ def _factors(name: str) -> tuple[str, str]:
 def _facts(contents: Contents) -> dict[str, Any]:
     lora = contents.lora
     if lora is None:
-        raise InputError("the checkpoint tells of no adapters", fix="name a run of a job with lora=")
+        raise InputError(
+            "the checkpoint tells of no adapters", code="checkpoint.no-adapters", fix="name a run of a job with lora="
+        )
     return lora

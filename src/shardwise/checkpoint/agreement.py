@@ -64,7 +64,7 @@ class _Failure:
 
     def told(self, doing: str, size: int) -> ShardwiseError:
         who = f" on rank {self.rank} ({self.host})" if size > 1 else ""
-        return type(self.error)(f"{doing} failed{who}: {self.error.fact}", fix=self.error.fix)
+        return type(self.error)(f"{doing} failed{who}: {self.error.fact}", code=self.error.code, fix=self.error.fix)
 
 
 def _attempt(rank: int, work: Callable[[], T]) -> T | _Failure:

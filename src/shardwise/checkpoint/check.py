@@ -17,6 +17,7 @@ class Damage:
     checkpoint: Path
     file: str
     reason: str
+    code: str
 
     def __str__(self) -> str:
         return self.reason
@@ -32,7 +33,7 @@ def find_damage(path: Path | str, *, deep: bool) -> list[Damage]:
         manifest = read_manifest(path)
         layouts = layouts_of(path, manifest, manifest.files)
     except DamagedError as error:
-        return [Damage(path, MANIFEST, error.fact)]
+        return [Damage(path, MANIFEST, error.fact, error.code)]
     checksums: dict[str, dict[str, str]] = {file: {} for file in manifest.files}
     for name, entry in manifest.tensors.items():
         for piece in entry.pieces:
@@ -43,5 +44,5 @@ def find_damage(path: Path | str, *, deep: bool) -> list[Damage]:
             with ShardReader(path / file, layout) as reader:
                 reader.check(checksums[file] if deep else {})
         except DamagedError as error:
-            found.append(Damage(path, file, error.fact))
+            found.append(Damage(path, file, error.fact, error.code))
     return found

@@ -108,14 +108,18 @@ def form_of(name: str, tensor: Tensor) -> Form:
     """Return the form of a plain host tensor; any other kind is refused by name."""
     if type(tensor) not in {Tensor, nn.Parameter} or tensor.layout != torch.strided or tensor.is_meta:
         words = f"a {type(tensor).__name__} ({tensor.layout}, {tensor.device.type})"
-        raise InputError(f"tensor {name!r} is {words}", fix="save whole, plain tensors")
+        raise InputError(
+            f"tensor {name!r} is {words}", code="checkpoint.tensor-not-plain", fix="save whole, plain tensors"
+        )
     return form_from(name, tensor.dtype, tuple(tensor.shape))
 
 
 def form_from(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Form:
     """Return the form of a tensor; a dtype that a checkpoint cannot hold is refused by name."""
     if dtype not in CODES:
-        raise InputError(f"tensor {name!r} is {dtype}", fix=f"use one of {', '.join(DTYPES)}")
+        raise InputError(
+            f"tensor {name!r} is {dtype}", code="checkpoint.dtype-unsupported", fix=f"use one of {', '.join(DTYPES)}"
+        )
     return CODES[dtype], shape
 
 

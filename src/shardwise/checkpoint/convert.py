@@ -137,12 +137,14 @@ def open_contents(path: Path | str) -> Contents:
     """Return what the checkpoint at `path` holds, whatever its kind; no code in it is run."""
     path = Path(path)
     if not path.exists():
-        raise InputError(f"{path} is not there", fix="name a checkpoint")
+        raise InputError(f"{path} is not there", code="checkpoint.not-found", fix="name a checkpoint")
     for kind in KINDS.values():
         if kind.is_at(path):
             return kind.read(path)
     raise InputError(
-        f"{path} is no checkpoint that is known", fix=f"name {', '.join(kind.words for kind in KINDS.values())}"
+        f"{path} is no checkpoint that is known",
+        code="checkpoint.format-unrecognized",
+        fix=f"name {', '.join(kind.words for kind in KINDS.values())}",
     )
 
 
@@ -166,12 +168,18 @@ def convert(
     """
     target = Path(target)
     if to not in KINDS:
-        raise InputError(f"there is no kind {to!r} of checkpoint", fix=nearest(to, KINDS))
+        raise InputError(
+            f"there is no kind {to!r} of checkpoint", code="checkpoint.format-unknown", fix=nearest(to, KINDS)
+        )
     _check_target(target, to, config)
     kind = KINDS[to] if cut is None else _cut_kind(KINDS[to], to, cut)
     contents = open_contents(source)
     if not contents.forms:
-        raise InputError(f"{source} holds no tensor of a model or optimizer", fix="name another checkpoint")
+        raise InputError(
+            f"{source} holds no tensor of a model or optimizer",
+            code="checkpoint.no-tensors",
+            fix="name another checkpoint",
+        )
     steps_made = contents.step if step is None else step
     if contents.kind == "dcp":
         contents = find_ties(contents)
@@ -185,7 +193,11 @@ def convert(
         contents = dataclasses.replace(contents, facts={**contents.facts, "step": contents.step})
         named = parse_name(target.name)
         if named is not None and named[0] != contents.step:
-            raise InputError(f"target {target} is named for another step than {contents.step}", fix="give --step")
+            raise InputError(
+                f"target {target} is named for another step than {contents.step}",
+                code="checkpoint.step-name-mismatch",
+                fix="give --step",
+            )
     peak = (
         deepspeed_ranks.host_peak_bytes(contents, cut.stage, cut.num_ranks) if cut else kind.host_peak_bytes(contents)
     )
@@ -209,19 +221,35 @@ def convert(
 
 def _check_target(target: Path, to: str, config: Path | None) -> None:
     if target.exists() or target.is_symlink():
-        raise InputError(f"target {target} is there already", fix="name a new one")
+        raise InputError(f"target {target} is there already", code="checkpoint.target-exists", fix="name a new one")
     if not target.parent.is_dir():
-        raise InputError(f"target {target} is in a folder that is not there", fix="make the folder first")
+        raise InputError(
+            f"target {target} is in a folder that is not there",
+            code="checkpoint.target-folder-missing",
+            fix="make the folder first",
+        )
     if config is not None and to != "hf":
-        raise InputError(f"a config goes into a Hugging Face folder, not into {to}", fix="leave --config out")
+        raise InputError(
+            f"a config goes into a Hugging Face folder, not into {to}",
+            code="checkpoint.config-not-applicable",
+            fix="leave --config out",
+        )
     if config is not None and not config.is_file():
-        raise InputError(f"config {config} is not a file", fix="name the config.json of the model")
+        raise InputError(
+            f"config {config} is not a file",
+            code="checkpoint.config-not-found",
+            fix="name the config.json of the model",
+        )
 
 
 def _cut_kind(kind: Kind, to: str, cut: Cut) -> Kind:
     """Return the kind that writes a DeepSpeed folder for `cut`."""
     if to != "deepspeed":
-        raise InputError(f"a ZeRO stage and ranks are for a DeepSpeed folder, not for {to}", fix="leave them out")
+        raise InputError(
+            f"a ZeRO stage and ranks are for a DeepSpeed folder, not for {to}",
+            code="checkpoint.zero-not-applicable",
+            fix="leave them out",
+        )
 
     def write(contents: Contents, path: Path) -> list[str]:
         return deepspeed_ranks.write_ranks(contents, path, stage=cut.stage, num_ranks=cut.num_ranks)

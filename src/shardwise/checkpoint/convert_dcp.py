@@ -49,7 +49,7 @@ def write(contents: Contents, path: Path) -> list[str]:
             save(nested, storage_writer=writer, no_dist=True)
     except CheckpointException as error:  # derives from BaseException
         cause = next(iter(error.failures.values()), (error,))[0]
-        raise CheckpointError(f"{path} cannot be written ({cause})") from error
+        raise CheckpointError(f"{path} cannot be written ({cause})", code="checkpoint.write-failed") from error
     sync_folder(path)
     return left_out
 
@@ -61,7 +61,9 @@ def _whole(folder: Path, tensor: StoredTensor) -> Tensor:
             continue
         chunk = _load(folder, where)
         if not isinstance(chunk, torch.Tensor) or tuple(chunk.shape) != shape or chunk.dtype != tensor.dtype:
-            raise DamagedError(f"{folder / where.file} holds something else at byte {where.offset}")
+            raise DamagedError(
+                f"{folder / where.file} holds something else at byte {where.offset}", code="checkpoint.chunk-mismatch"
+            )
         target = result
         for dim, (offset, length) in enumerate(zip(offsets, shape, strict=True)):
             target = target.narrow(dim, offset, length)
@@ -76,7 +78,7 @@ def _load(folder: Path, where: Stored) -> Any:
             file.seek(where.offset)
             data = file.read(where.length)
     except (OSError, ValueError, OverflowError) as error:
-        raise DamagedError(f"{path} cannot be read ({error})") from None
+        raise DamagedError(f"{path} cannot be read ({error})", code="checkpoint.read-failed") from None
     if len(data) != where.length:
-        raise DamagedError(f"{path} ends before byte {where.offset + where.length}")
+        raise DamagedError(f"{path} ends before byte {where.offset + where.length}", code="checkpoint.file-truncated")
     return load_plain(io.BytesIO(data), str(path))

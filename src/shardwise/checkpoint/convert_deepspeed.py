@@ -58,7 +58,10 @@ class Flat:
         found = [values[key].detach().reshape(-1)[start : start + numel] for values, start, numel in self.parts]
         flat = found[0] if len(found) == 1 else torch.cat(found)
         if flat.numel() != math.prod(self.shape):
-            raise DamagedError(f"{name} has {flat.numel()} elements of {key} in all files, its shape is {self.shape}")
+            raise DamagedError(
+                f"{name} has {flat.numel()} elements of {key} in all files, its shape is {self.shape}",
+                code="checkpoint.element-count-mismatch",
+            )
         return flat.view(self.shape)
 
 
@@ -85,7 +88,10 @@ def read(path: Path) -> Contents:
     if not ranks:
         return _stage_0(models[0])
     if len(ranks) != models[0].get("dp_world_size", len(ranks)):
-        raise DamagedError(f"{folder} has optimizer states of {len(ranks)} ranks of {models[0]['dp_world_size']}")
+        raise DamagedError(
+            f"{folder} has optimizer states of {len(ranks)} ranks of {models[0]['dp_world_size']}",
+            code="checkpoint.rank-file-missing",
+        )
     return gather(_stage_3(models, ranks) if "fp32_flat_groups" in ranks[0] else _stage_1_2(models[0], ranks))
 
 
@@ -178,6 +184,7 @@ def _stage_1_2(model: Mapping[str, Any], ranks: list[dict[str, Any]]) -> Source:
     if "param_slice_mappings" not in ranks[0]:
         raise InputError(
             "it was saved by a DeepSpeed before 0.8, which does not say where its parameters lie",
+            code="checkpoint.deepspeed-too-old",
             fix="load and save it with a newer one",
         )
     groups = enumerate(shapes_of(model, "param_shapes"))

@@ -36,15 +36,25 @@ def read(path: Path) -> Contents:
         opened = _open(file)
         names = set(opened.keys())
         if expected is not None and not expected <= names:
-            raise DamagedError(f"{file} lacks {min(expected - names)!r}, which the index promises")
+            raise DamagedError(
+                f"{file} lacks {min(expected - names)!r}, which the index promises", code="checkpoint.tensor-missing"
+            )
         # In the order of their bytes: that is the order in which they were saved.
         for name in (each for each in opened.offset_keys() if expected is None or each in expected):
             if MODEL + name in places:
-                raise InputError(f"{path} holds {name!r} twice", fix="remove files that do not belong to it")
+                raise InputError(
+                    f"{path} holds {name!r} twice",
+                    code="checkpoint.tensor-repeated",
+                    fix="remove files that do not belong to it",
+                )
             part = opened.get_slice(name)
             code = part.get_dtype()
             if code not in DTYPES:
-                raise InputError(f"tensor {name!r} is {code}", fix=f"use one of {', '.join(DTYPES)}")
+                raise InputError(
+                    f"tensor {name!r} is {code}",
+                    code="checkpoint.dtype-unsupported",
+                    fix=f"use one of {', '.join(DTYPES)}",
+                )
             places[MODEL + name] = opened
             forms[MODEL + name] = form_from(name, DTYPES[code], tuple(part.get_shape()))
 
@@ -97,11 +107,15 @@ def _files(path: Path) -> dict[Path, set[str] | None]:
     try:
         where = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
     except (msgspec.MsgspecError, OSError) as error:
-        raise DamagedError(f"{index} is no index ({error})") from None
+        raise DamagedError(f"{index} is no index ({error})", code="checkpoint.index-invalid") from None
     files: dict[Path, set[str] | None] = {}
     for name, file in where.items():
         if Path(file).name != file:
-            raise InputError(f"{index} refers to {file!r} outside of the folder", fix="do not use this folder")
+            raise InputError(
+                f"{index} refers to {file!r} outside of the folder",
+                code="checkpoint.path-escapes",
+                fix="do not use this folder",
+            )
         wanted = files.setdefault(path / file, set())
         if wanted is not None:
             wanted.add(name)
@@ -116,7 +130,7 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise DamagedError(f"{file} cannot be read ({error})") from None
+        raise DamagedError(f"{file} cannot be read ({error})", code="checkpoint.read-failed") from None
 
 
 def _name(number: int, count: int) -> str:

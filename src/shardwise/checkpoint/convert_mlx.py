@@ -79,11 +79,19 @@ def holds(contents: Contents) -> Contents:
 def write(contents: Contents, path: Path) -> list[str]:
     """Write a new file and return what it cannot hold."""
     if path.suffix != SUFFIX:
-        raise InputError(f"{path.name} is no name that MLX loads weights from", fix=f"use {path.stem}{SUFFIX}")
+        raise InputError(
+            f"{path.name} is no name that MLX loads weights from",
+            code="checkpoint.mlx-file-name",
+            fix=f"use {path.stem}{SUFFIX}",
+        )
     held = holds(contents)
     small = [name for name, (code, _) in held.forms.items() if code.startswith("F8")]
     if small:
-        raise InputError(f"tensor {small[0].removeprefix(MODEL)!r} is fp8, which MLX does not load", fix="use bf16")
+        raise InputError(
+            f"tensor {small[0].removeprefix(MODEL)!r} is fp8, which MLX does not load",
+            code="checkpoint.dtype-unsupported",
+            fix="use bf16",
+        )
     counts = contents.read([name for name in contents.forms if name.startswith(MODEL) and _leaf(name) == _COUNT])
     note = _Note({name.removeprefix(MODEL): int(value) for name, value in counts.items()}, contents.tied)
     values = {name: _to_mlx(name, value) for name, value in contents.read(list(held.forms)).items()}
@@ -142,7 +150,9 @@ def _note(path: Path) -> _Note:
     try:
         return msgspec.json.decode(text, type=_Note) if text else _Note()
     except msgspec.MsgspecError as error:
-        raise DamagedError(f"{path} tells something else than batch counts and ties ({error})") from None
+        raise DamagedError(
+            f"{path} tells something else than batch counts and ties ({error})", code="checkpoint.mlx-metadata-invalid"
+        ) from None
 
 
 def _header(file: Path) -> dict[str, Any]:

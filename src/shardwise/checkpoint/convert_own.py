@@ -29,7 +29,9 @@ def read(path: Path) -> Contents:
     if found != [path]:
         entry, damages = CheckpointFolder(found[0].parent).newest_good(deep=False)
         if entry is None:
-            raise InputError(f"{path} holds no good checkpoint ({damages[0]})", fix="name another one")
+            raise InputError(
+                f"{path} holds no good checkpoint ({damages[0]})", code="checkpoint.none-usable", fix="name another one"
+            )
         path = entry.path
     manifest = read_manifest(path)
 

@@ -46,7 +46,9 @@ def write(contents: Contents, path: Path) -> list[str]:
     """Write a new folder with the adapters of `contents` and return what it cannot hold."""
     names = [name for name in contents.forms if name.startswith(MODEL) and is_adapter(name)]
     if contents.lora is None or not names:
-        raise InputError("the checkpoint holds no adapters", fix="name a run of a job with lora=")
+        raise InputError(
+            "the checkpoint holds no adapters", code="checkpoint.no-adapters", fix="name a run of a job with lora="
+        )
     frozen = [name.removeprefix(MODEL) for name in contents.forms if name.startswith(MODEL) and not is_adapter(name)]
     values = {name.removeprefix(MODEL): value for name, value in contents.read(names).items()}
     write_adapters(path, values, [*frozen, *contents.tied], contents.lora)

@@ -35,7 +35,11 @@ def read(path: Path) -> Contents:
     # Only files of today's form can be mapped into memory; older ones are read whole.
     state = load_plain(path, str(path), mmap=zipfile.is_zipfile(path))
     if not isinstance(state, Mapping):
-        raise InputError(f"{path} holds a {type(state).__name__}", fix="save a state dict, or a dict of them")
+        raise InputError(
+            f"{path} holds a {type(state).__name__}",
+            code="checkpoint.not-state-dict",
+            fix="save a state dict, or a dict of them",
+        )
     return sort_state("torch", state)
 
 
@@ -73,10 +77,13 @@ def load_plain(source: Path | IO[bytes], name: str, *, mmap: bool = False) -> An
         if asked:
             raise InputError(
                 f"{name} asks for {asked[1]}, which is code and not data; nothing of it was run",
+                code="checkpoint.contains-code",
                 fix="save tensors and plain values only",
             ) from None
         reason = words.partition("WeightsUnpickler error: ")[2].partition(" Check the documentation")[0] or words
-        raise InputError(f"{name} cannot be read as a torch file ({reason[:200]})") from None
+        raise InputError(
+            f"{name} cannot be read as a torch file ({reason[:200]})", code="checkpoint.read-failed"
+        ) from None
 
 
 def _walk(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:

@@ -101,11 +101,16 @@ class _Reader(pickle.Unpickler):
             return dtype
         raise InputError(
             f"{self._origin} asks for {module}.{name}, which no checkpoint needs; nothing of it was run",
+            code="checkpoint.contains-code",
             fix="do not use this folder",
         )
 
     def persistent_load(self, pid: Any) -> NoReturn:
-        raise InputError(f"{self._origin} refers to {pid!r} outside of it", fix="do not use this folder")
+        raise InputError(
+            f"{self._origin} refers to {pid!r} outside of it",
+            code="checkpoint.path-escapes",
+            fix="do not use this folder",
+        )
 
 
 def _base(name: str) -> type[_Record]:
@@ -122,13 +127,18 @@ def read_listing(folder: Path) -> Listing:
     try:
         data = read_regular(path, MAX_BYTES)
     except OSError as error:
-        raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
+        raise DamagedError(f"{path} cannot be read ({error.strerror})", code="checkpoint.read-failed") from None
     try:
         return _listing(folder, _Reader(io.BytesIO(data), path).load())
     except (pickle.UnpicklingError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedError(f"{path} is no metadata of a checkpoint ({type(error).__name__}: {error})") from None
+        raise DamagedError(
+            f"{path} is no metadata of a checkpoint ({type(error).__name__}: {error})",
+            code="checkpoint.metadata-invalid",
+        ) from None
     except (EOFError, RecursionError, MemoryError, ImportError, AssertionError) as error:
-        raise DamagedError(f"{path} is no metadata of a checkpoint ({type(error).__name__})") from None
+        raise DamagedError(
+            f"{path} is no metadata of a checkpoint ({type(error).__name__})", code="checkpoint.metadata-invalid"
+        ) from None
 
 
 def _listing(folder: Path, metadata: Any) -> Listing:
@@ -150,9 +160,17 @@ def _listing(folder: Path, metadata: Any) -> Listing:
 def _stored(folder: Path, info: Any) -> Stored:
     file = str(info.relative_path)
     if Path(file).name != file or file in {"", ".", ".."}:
-        raise InputError(f"{folder / METADATA} refers to {file!r} outside of it", fix="do not use this folder")
+        raise InputError(
+            f"{folder / METADATA} refers to {file!r} outside of it",
+            code="checkpoint.path-escapes",
+            fix="do not use this folder",
+        )
     if getattr(info, "transform_descriptors", None):
-        raise InputError(f"{folder / file} is compressed or encrypted by an extension", fix="save it without")
+        raise InputError(
+            f"{folder / file} is compressed or encrypted by an extension",
+            code="checkpoint.dcp-extension",
+            fix="save it without",
+        )
     return Stored(file, int(info.offset), int(info.length))
 
 

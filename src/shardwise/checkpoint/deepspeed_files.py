@@ -82,14 +82,25 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
     for path in folder.iterdir():
         match = pattern.fullmatch(path.name)
         if match and int(match[2]):
-            raise InputError(f"{path} is a part of a model cut by tensor or pipeline", fix="convert it with DeepSpeed")
+            raise InputError(
+                f"{path} is a part of a model cut by tensor or pipeline",
+                code="checkpoint.deepspeed-model-parallel",
+                fix="convert it with DeepSpeed",
+            )
         if _FOREIGN.fullmatch(path.name):
-            raise InputError(f"{path} is of a pipeline, of experts or on nvme", fix="convert it with DeepSpeed")
+            raise InputError(
+                f"{path} is of a pipeline, of experts or on nvme",
+                code="checkpoint.deepspeed-unsupported",
+                fix="convert it with DeepSpeed",
+            )
         if match:
             found[int(match[1] or 0)] = path
     missing = set(range(max(found, default=-1) + 1)) - found.keys()
     if missing:
-        raise DamagedError(f"{folder} lacks the file of rank {min(missing)} beside {found[max(found)].name}")
+        raise DamagedError(
+            f"{folder} lacks the file of rank {min(missing)} beside {found[max(found)].name}",
+            code="checkpoint.rank-file-missing",
+        )
     return [found[rank] for rank in sorted(found)]
 
 
@@ -97,6 +108,6 @@ def load_file(path: Path) -> Any:
     """Return what a file holds, its tensors mapped and not read; of classes only DeepSpeed's few pass, as Plain."""
     allowed: Any = [(Plain, name) for name in _CLASSES]
     if not path.is_file():
-        raise DamagedError(f"{path} is not there")
+        raise DamagedError(f"{path} is not there", code="checkpoint.file-missing")
     with torch.serialization.safe_globals(allowed):
         return load_plain(path, str(path), mmap=zipfile.is_zipfile(path))

@@ -46,6 +46,7 @@ class Optimized:
         if not states:
             raise InputError(
                 "the checkpoint holds no optimizer, and DeepSpeed loads weights together with one",
+                code="checkpoint.no-optimizer",
                 fix="convert --to torch, and load that into the model before deepspeed.initialize",
             )
         names = tuple(tuple(group.get("params", ())) for group in groups)
@@ -54,6 +55,7 @@ class Optimized:
         if missing or unknown:
             raise InputError(
                 f"the checkpoint does not say in which group {min(missing or unknown)!r} is",
+                code="checkpoint.optimizer-groups-unknown",
                 fix="convert a checkpoint that names the parameters of its optimizer's groups",
             )
         keys = _shaped(contents, states)
@@ -138,6 +140,7 @@ def _shaped(contents: Contents, states: dict[str, dict[str, str]]) -> tuple[str,
             if found not in {shape, ()}:
                 raise InputError(
                     f"state {full!r} has shape {found}, its parameter {shape}, and DeepSpeed cuts both alike",
+                    code="checkpoint.optimizer-shape-mismatch",
                     fix="convert --to torch",
                 )
             if found == shape and key != "step":
@@ -157,6 +160,7 @@ def _step(contents: Contents, states: dict[str, dict[str, str]]) -> float:
     if len(steps) > 1:
         raise InputError(
             f"parameters have made {min(steps):g} to {max(steps):g} steps, and DeepSpeed counts once for all",
+            code="checkpoint.optimizer-steps-differ",
             fix="convert --to torch",
         )
     return steps.pop() if steps else float(contents.step)

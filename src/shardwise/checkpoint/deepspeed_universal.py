@@ -75,7 +75,9 @@ def _values(folder: Path, step: Any) -> Mapping[str, Any]:
         value = load_file(file)
         found[file.stem] = value["param"] if isinstance(value, dict) else value
     if WEIGHTS not in found:
-        raise InputError(f"{folder} holds no {WEIGHTS}.pt", fix="make the universal checkpoint again")
+        raise InputError(
+            f"{folder} holds no {WEIGHTS}.pt", code="checkpoint.file-missing", fix="make the universal checkpoint again"
+        )
     if len(found) > 1 and step is not None:
         found.setdefault("step", step)
     return found

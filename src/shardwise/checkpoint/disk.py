@@ -107,7 +107,9 @@ def lock(folder: Path, *, patience_s: float = 10.0) -> int:
             if time.monotonic() > deadline:
                 os.close(fd)
                 raise CheckpointError(
-                    f"another save into {folder} is under way", fix="give each run its own folder"
+                    f"another save into {folder} is under way",
+                    code="checkpoint.save-in-progress",
+                    fix="give each run its own folder",
                 ) from None
             time.sleep(0.05)
         except OSError as error:

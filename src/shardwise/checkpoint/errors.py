@@ -23,17 +23,20 @@ class MismatchError(CheckpointError):
     exit_code = 2
 
 
-_FIXES = {
-    errno.ENOSPC: "free space there, or keep fewer checkpoints",
-    errno.EDQUOT: "raise the quota, or keep fewer checkpoints",
-    errno.EROFS: "choose a folder that can be written",
-    errno.EACCES: "choose a folder that can be written",
-    errno.EPERM: "choose a folder that can be written",
-    errno.ENOENT: "bring the folder back, or choose another",
-    errno.ENOTDIR: "choose a folder, not a file",
-    errno.ESTALE: "mount the storage again",
-    errno.EIO: "check the disk",
+_NOT_WRITABLE = ("checkpoint.not-writable", "choose a folder that can be written")
+
+_KNOWN = {
+    errno.ENOSPC: ("checkpoint.disk-full", "free space there, or keep fewer checkpoints"),
+    errno.EDQUOT: ("checkpoint.quota-exceeded", "raise the quota, or keep fewer checkpoints"),
+    errno.EROFS: _NOT_WRITABLE,
+    errno.EACCES: _NOT_WRITABLE,
+    errno.EPERM: _NOT_WRITABLE,
+    errno.ENOENT: ("checkpoint.folder-missing", "bring the folder back, or choose another"),
+    errno.ENOTDIR: ("checkpoint.not-a-folder", "choose a folder, not a file"),
+    errno.ESTALE: ("checkpoint.storage-stale", "mount the storage again"),
+    errno.EIO: ("checkpoint.disk-failed", "check the disk"),
 }
+"""Code and fix of the operating system's errors."""
 
 
 def explained(error: Exception) -> ShardwiseError:
@@ -42,5 +45,6 @@ def explained(error: Exception) -> ShardwiseError:
         return error
     if isinstance(error, OSError) and error.errno is not None:
         place = f"{error.filename}: " if error.filename else ""
-        return CheckpointError(f"{place}{error.strerror}", fix=_FIXES.get(error.errno, ""))
-    return CheckpointError(f"{type(error).__name__}: {error}")
+        code, fix = _KNOWN.get(error.errno, ("checkpoint.io-failed", ""))
+        return CheckpointError(f"{place}{error.strerror}", code=code, fix=fix)
+    return CheckpointError(f"{type(error).__name__}: {error}", code="checkpoint.unexpected-error")

@@ -132,6 +132,7 @@ def load_newest(
     if skipped:
         raise DamagedError(
             f"no checkpoint in {path} can be used: {'; '.join(skipped)}",
+            code="checkpoint.none-usable",
             fix="remove them to begin anew, or name another",
         )
     return None

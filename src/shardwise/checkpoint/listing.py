@@ -37,7 +37,11 @@ def list_checkpoints(path: Path, *, deep: bool) -> list[Row]:
     """Return every checkpoint at `path`, by step; `deep` reads every byte to see whether it is sound."""
     found = find_checkpoints(path)
     if not found:
-        raise InputError(f"{path} holds no checkpoint", fix="name a run directory, its checkpoints folder, or one")
+        raise InputError(
+            f"{path} holds no checkpoint",
+            code="checkpoint.none-found",
+            fix="name a run directory, its checkpoints folder, or one",
+        )
     latest = CheckpointFolder(found[0].parent).latest()
     return sorted(
         (_row(each, is_latest=each == latest, deep=deep) for each in found),

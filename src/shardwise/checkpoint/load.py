@@ -92,7 +92,11 @@ def load(
 
     comparison = together(group, doing, look, lambda findings: [_merge(path, findings)] * size_of(group))
     if strict and not comparison.is_equal:
-        raise MismatchError(f"{path} holds other tensors than asked for: {comparison}", fix="load with strict=False")
+        raise MismatchError(
+            f"{path} holds other tensors than asked for: {comparison}",
+            code="checkpoint.tensors-mismatch",
+            fix="load with strict=False",
+        )
     manifest = known["manifest"]
     restored = set(comparison.restored)
     filling = Filling(path, manifest, {name: tensor for name, tensor in tensors.items() if name in restored})
@@ -134,7 +138,11 @@ def _compare(manifest: Manifest, tensors: Mapping[str, Tensor]) -> _Findings:
 
 def _merge(path: Path, findings: list[_Findings]) -> Comparison:
     if len({found.saved_at for found in findings}) > 1:
-        raise CheckpointError("ranks read different manifests", fix="load from storage that every node shares")
+        raise CheckpointError(
+            "ranks read different manifests",
+            code="checkpoint.manifests-differ",
+            fix="load from storage that every node shares",
+        )
     saved = findings[0].saved
     asked = dict.fromkeys(name for found in findings for name in found.asked)
     differing = {name: words for found in findings for name, words in found.differing.items()}
@@ -146,5 +154,5 @@ def _merge(path: Path, findings: list[_Findings]) -> Comparison:
     )
     if not comparison.is_equal:  # before the job is blamed: does the manifest agree with its own files?
         for damage in find_damage(path, deep=False):
-            raise DamagedError(damage.reason)
+            raise DamagedError(damage.reason, code=damage.code)
     return comparison

@@ -81,19 +81,25 @@ def decode(data: bytes, origin: str) -> Manifest:
     try:
         envelope = msgspec.json.decode(data, type=_Envelope)
         if envelope.format != FORMAT:
-            raise DamagedError(f"{origin} has format {envelope.format!r}, not {FORMAT!r}")
+            raise DamagedError(
+                f"{origin} has format {envelope.format!r}, not {FORMAT!r}", code="checkpoint.manifest-format"
+            )
         if envelope.version != VERSION:
             raise DamagedError(
-                f"{origin} has version {envelope.version}, this program reads {VERSION}", fix="use the newer shardwise"
+                f"{origin} has version {envelope.version}, this program reads {VERSION}",
+                code="checkpoint.manifest-version",
+                fix="use the newer shardwise",
             )
         if crc32_text(envelope.content) != envelope.checksum:
-            raise DamagedError(f"{origin} does not match its own checksum")
+            raise DamagedError(
+                f"{origin} does not match its own checksum", code="checkpoint.manifest-checksum-mismatch"
+            )
         manifest = msgspec.json.decode(envelope.content, type=Manifest)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise DamagedError(f"{origin} is no manifest ({error})") from None
+        raise DamagedError(f"{origin} is no manifest ({error})", code="checkpoint.manifest-invalid") from None
     problem = find_problem(manifest)
     if problem:
-        raise DamagedError(f"{origin} contradicts itself: {problem}")
+        raise DamagedError(f"{origin} contradicts itself: {problem}", code="checkpoint.manifest-inconsistent")
     return manifest
 
 
@@ -105,14 +111,14 @@ def read_manifest(folder: Path | str) -> Manifest:
     folder = Path(folder)
     path, named = folder / MANIFEST, parse_name(folder.name)
     if named is not None and folder.is_symlink():
-        raise DamagedError(f"{folder} is a link")
+        raise DamagedError(f"{folder} is a link", code="checkpoint.is-link")
     try:
         data = read_regular(path, MAX_BYTES)
     except OSError as error:
-        raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
+        raise DamagedError(f"{path} cannot be read ({error.strerror})", code="checkpoint.read-failed") from None
     manifest = decode(data, str(path))
     if named is not None and named[0] != manifest.step:
-        raise DamagedError(f"{path} is of step {manifest.step}")
+        raise DamagedError(f"{path} is of step {manifest.step}", code="checkpoint.step-mismatch")
     return manifest
 
 
@@ -122,14 +128,16 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
     with os.fdopen(fd, "rb") as file:
         size = os.fstat(fd).st_size
         if size > max_bytes:
-            raise DamagedError(f"{path} has {size} bytes, more than the {max_bytes} allowed")
+            raise DamagedError(
+                f"{path} has {size} bytes, more than the {max_bytes} allowed", code="checkpoint.file-too-large"
+            )
         return file.read(max_bytes)
 
 
 def open_regular(path: Path) -> int:
     """Return a descriptor of a plain file; a link, pipe or device is a DamagedError."""
     if not stat.S_ISREG(path.lstat().st_mode):  # before opening: to open a pipe is to wait for its writer
-        raise DamagedError(f"{path} is not a plain file")
+        raise DamagedError(f"{path} is not a plain file", code="checkpoint.not-plain-file")
     return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 

@@ -174,7 +174,9 @@ def _inner(key: Key) -> Key:
 def _place(found: Sorted, name: str, key: Key) -> None:
     if name in found.places:
         both = " and ".join(".".join(map(str, each)) for each in (found.places[name], key))
-        raise InputError(f"{both} are both {name!r}", fix="convert a state of one model")
+        raise InputError(
+            f"{both} are both {name!r}", code="checkpoint.tensor-name-collision", fix="convert a state of one model"
+        )
     found.places[name] = key
 
 
@@ -292,7 +294,7 @@ def _decode(text: Any) -> dict[str, Any]:
     try:
         facts: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, TypeError) as error:
-        raise InputError(f"the facts in it are no JSON ({error})") from None
+        raise InputError(f"the facts in it are no JSON ({error})", code="checkpoint.facts-invalid") from None
     return facts
 
 

@@ -47,7 +47,10 @@ def box_of(name: str, tensor: Tensor) -> ChunkStorageMetadata:
         _cut(name, tensor, offsets, lengths)
     held = tuple(local_data(tensor).shape)
     if held != tuple(lengths):
-        raise CheckpointError(f"tensor {name!r} holds {held} here, its placements say {tuple(lengths)}")
+        raise CheckpointError(
+            f"tensor {name!r} holds {held} here, its placements say {tuple(lengths)}",
+            code="checkpoint.placement-mismatch",
+        )
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths))
 
 
@@ -55,14 +58,19 @@ def _cut(name: str, tensor: DTensor, offsets: list[int], lengths: list[int]) -> 
     """Narrow the whole tensor's box to this rank's, one mesh axis after another in the order they were cut."""
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
-        raise CheckpointError(f"tensor {name!r} lives on a mesh that this rank is no part of")
+        raise CheckpointError(
+            f"tensor {name!r} lives on a mesh that this rank is no part of", code="checkpoint.foreign-mesh"
+        )
     cuts = [(axis, placement) for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     pieces_so_far = [1] * tensor.ndim
     # A split factor tells how many pieces there were before this cut; a plain Shard is cut in the order it stands.
     for axis, placement in sorted(cuts, key=lambda cut: getattr(cut[1], "split_factor", 1)):
         dim = getattr(placement, "dim", None)
         if dim is None or getattr(placement, "split_factor", pieces_so_far[dim]) != pieces_so_far[dim]:
-            raise CheckpointError(f"tensor {name!r} is placed as {tensor.placements}, which is no box of it")
+            raise CheckpointError(
+                f"tensor {name!r} is placed as {tensor.placements}, which is no box of it",
+                code="checkpoint.placement-unsupported",
+            )
         parts = tensor.device_mesh.size(axis)
         step = -(-lengths[dim] // parts)
         first = min(lengths[dim], coordinate[axis] * step)
@@ -85,9 +93,17 @@ def propose(tensors: Mapping[str, Tensor]) -> Proposal:
     forms, items = {}, []
     for name, tensor in tensors.items():
         if tensor.dtype not in CODES:
-            raise CheckpointError(f"tensor {name!r} is {tensor.dtype}", fix=f"use one of {', '.join(DTYPES)}")
+            raise CheckpointError(
+                f"tensor {name!r} is {tensor.dtype}",
+                code="checkpoint.dtype-unsupported",
+                fix=f"use one of {', '.join(DTYPES)}",
+            )
         if name == "__metadata__":
-            raise CheckpointError(f"tensor {name!r} has a name that safetensors keeps for itself", fix="rename it")
+            raise CheckpointError(
+                f"tensor {name!r} has a name that safetensors keeps for itself",
+                code="checkpoint.tensor-name-reserved",
+                fix="rename it",
+            )
         forms[name] = (CODES[tensor.dtype], tuple(tensor.shape))
         box = box_of(name, tensor)
         if 0 not in box.sizes:
@@ -102,7 +118,10 @@ def assign(proposals: Sequence[Proposal]) -> tuple[list[list[str]], dict[str, Fo
     for proposal in proposals:
         for name, form in proposal.forms.items():
             if forms.setdefault(name, form) != form:
-                raise CheckpointError(f"tensor {name!r} is {forms[name]} on one rank and {form} on another")
+                raise CheckpointError(
+                    f"tensor {name!r} is {forms[name]} on one rank and {form} on another",
+                    code="checkpoint.ranks-disagree",
+                )
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     plans, _ = planner.create_global_plan([proposal.plan for proposal in proposals])
     return [[item.index.fqn for item in plan.items] for plan in plans], forms

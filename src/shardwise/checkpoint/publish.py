@@ -84,7 +84,10 @@ class Publication:
         for file, size in manifest.files.items():
             found = (temporary / file).stat().st_size
             if found != size:
-                raise CheckpointError(f"{temporary / file} has {found} bytes after {size} were written")
+                raise CheckpointError(
+                    f"{temporary / file} has {found} bytes after {size} were written",
+                    code="checkpoint.write-incomplete",
+                )
         write_synced(temporary / MANIFEST, encode(manifest))
         sync_folder(temporary)
         older = _saves_of(self._step, self._folder)
@@ -124,7 +127,7 @@ class Publication:
         )
         problem = find_problem(manifest)
         if problem:
-            raise CheckpointError(f"the ranks' tensors make no whole: {problem}")
+            raise CheckpointError(f"the ranks' tensors make no whole: {problem}", code="checkpoint.tensors-incomplete")
         return manifest
 
 

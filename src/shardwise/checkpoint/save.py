@@ -117,6 +117,7 @@ class Draft:
         if not is_seen(order.temporary):
             raise CheckpointError(
                 f"{order.temporary} was made by rank 0 on {order.maker} and is not there on {socket.gethostname()}",
+                code="checkpoint.storage-not-shared",
                 fix="save to storage that every node shares",
             )
         file = shard_name(rank_in(self._group))

@@ -91,7 +91,8 @@ def layouts_of(checkpoint: Path, manifest: Manifest, files: Collection[str]) -> 
     for file, layout in layouts.items():
         if layout.size != manifest.files[file]:
             raise DamagedError(
-                f"{checkpoint / MANIFEST} gives {file} {manifest.files[file]} bytes and its tensors {layout.size}"
+                f"{checkpoint / MANIFEST} gives {file} {manifest.files[file]} bytes and its tensors {layout.size}",
+                code="checkpoint.manifest-inconsistent",
             )
     return layouts
 
@@ -168,7 +169,7 @@ class ShardReader:
         try:
             self._fd = open_regular(path)
         except OSError as error:
-            raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
+            raise DamagedError(f"{path} cannot be read ({error.strerror})", code="checkpoint.read-failed") from None
         try:
             self._check_form()
         except BaseException:
@@ -193,7 +194,9 @@ class ShardReader:
             self._fill(part, begin)
             found = crc32(part, found)
         if f"{found:08x}" != checksum:
-            raise DamagedError(f"{self._path} does not match its checksum at {name!r}")
+            raise DamagedError(
+                f"{self._path} does not match its checksum at {name!r}", code="checkpoint.checksum-mismatch"
+            )
 
     def read(self, name: str, begin: int, into: memoryview) -> None:
         """Fill `into` from one piece, beginning at byte `begin` of it; what is read is not checked again."""
@@ -202,11 +205,16 @@ class ShardReader:
     def _check_form(self) -> None:
         size = os.fstat(self._fd).st_size
         if size != self._layout.size:
-            raise DamagedError(f"{self._path} has {size} bytes instead of {self._layout.size}")
+            raise DamagedError(
+                f"{self._path} has {size} bytes instead of {self._layout.size}", code="checkpoint.file-size-mismatch"
+            )
         header = bytearray(len(self._layout.header))
         self._fill(memoryview(header), 0)
         if header != self._layout.header:
-            raise DamagedError(f"{self._path} does not begin with the header that its manifest asks for")
+            raise DamagedError(
+                f"{self._path} does not begin with the header that its manifest asks for",
+                code="checkpoint.header-mismatch",
+            )
 
     def _fill(self, into: memoryview, offset: int) -> None:
         done = 0
@@ -214,7 +222,9 @@ class ShardReader:
             try:
                 count = os.preadv(self._fd, [into[done:]], offset + done)
             except OSError as error:
-                raise DamagedError(f"{self._path} cannot be read ({error.strerror})") from error
+                raise DamagedError(
+                    f"{self._path} cannot be read ({error.strerror})", code="checkpoint.read-failed"
+                ) from error
             if count == 0:
-                raise DamagedError(f"{self._path} ended while it was read")
+                raise DamagedError(f"{self._path} ended while it was read", code="checkpoint.file-truncated")
             done += count

@@ -34,6 +34,7 @@ def check_storage(folder: Path | str, *, group: dist.ProcessGroup | None) -> Non
         if not is_seen(token):
             raise CheckpointError(
                 f"{folder} is not the same storage on {maker} and {socket.gethostname()}",
+                code="checkpoint.storage-not-shared",
                 fix="save to storage that every node shares",
             )
 

@@ -273,7 +273,9 @@ def loopback_listener(port: int) -> Iterator[socket.socket]:
             listener.bind((LOOPBACK, port))
         except OSError as error:
             raise LaunchError(
-                f"port {port} is taken ({error.strerror})", fix="leave --master-port out, or name another"
+                f"port {port} is taken ({error.strerror})",
+                code="launch.port-in-use",
+                fix="leave --master-port out, or name another",
             ) from None
         listener.listen(2048)
         yield listener

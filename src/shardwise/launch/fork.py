@@ -86,7 +86,7 @@ def portable(error: BaseException) -> bytes:
         data = pickle.dumps(error)
         pickle.loads(data)  # noqa: S301 - our own bytes: some exceptions pickle but do not unpickle
     except Exception:  # noqa: BLE001 - any class may break in any way here
-        return pickle.dumps(RankFailedError(f"{type(error).__name__}: {error}"))
+        return pickle.dumps(RankFailedError(f"{type(error).__name__}: {error}", code="launch.rank-failed"))
     return data
 
 
@@ -103,7 +103,9 @@ def take_results(outcome: Outcome, nproc: int, folder: Path, timeout_s: float | 
     if outcome.timed_out:
         stacks = "\n".join(f"rank {rank}:\n{(folder / f'{rank}.stacks').read_text()}" for rank in outcome.timed_out)
         ranks = ", ".join(map(str, outcome.timed_out))
-        raise RankFailedError(f"ranks {ranks} were still running after {timeout_s} s\n{stacks}")
+        raise RankFailedError(
+            f"ranks {ranks} were still running after {timeout_s} s\n{stacks}", code="launch.rank-timeout"
+        )
     cause = root_cause(outcome.exits)
     if cause is not None:
         raise_failure(cause, folder / f"{cause.rank}.pickle")
@@ -113,7 +115,9 @@ def take_results(outcome: Outcome, nproc: int, folder: Path, timeout_s: float | 
 def raise_failure(cause: RankExit, path: Path) -> NoReturn:
     """Raise the exception that a rank left at `path`, its traceback as a note; or say how else it ended."""
     if cause.failure is None or not path.exists():
-        raise RankFailedError(f"rank {cause.rank} ended with {describe_exit(cause.returncode)}")
+        raise RankFailedError(
+            f"rank {cause.rank} ended with {describe_exit(cause.returncode)}", code="launch.rank-exited"
+        )
     error = pickle.loads(path.read_bytes())  # noqa: S301 - our own child wrote it
     error.add_note(f"on rank {cause.rank}:\n{cause.failure.traceback}")
     raise error

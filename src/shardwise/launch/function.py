@@ -29,7 +29,9 @@ def launch_function(fn: Callable[..., Any], *args: Any, nproc: int = 2, **kwargs
     The first failing rank's exception is raised here.
     """
     if not isinstance(nproc, int) or nproc < 1:
-        raise LaunchError(f"launch(nproc={nproc!r})", fix="give a whole number of at least 1")
+        raise LaunchError(
+            f"launch(nproc={nproc!r})", code="launch.nproc-invalid", fix="give a whole number of at least 1"
+        )
     if _may_fork_here():
         return _from_here(lambda: fn(*args, **kwargs), nproc)
     return _from_a_fresh_process((fn, args, kwargs), nproc)
@@ -83,7 +85,7 @@ def _from_a_fresh_process(call: tuple[Any, ...], nproc: int) -> list[Any]:
         if cause is not None:
             raise_failure(cause, folder / f"{cause.rank}.pickle")
         if any(exit_.stopped for exit_ in launched.outcome.exits):
-            raise RankFailedError("the ranks were stopped before they were done")
+            raise RankFailedError("the ranks were stopped before they were done", code="launch.ranks-stopped")
         return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(nproc)]  # noqa: S301 - our own ranks wrote it
 
 

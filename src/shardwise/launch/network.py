@@ -33,7 +33,9 @@ def resolve(host: str, port: int, patience_s: float = _RESOLVE_S) -> tuple[str, 
                 time.sleep(0.2)
                 continue
             raise LaunchError(
-                f"host {host!r} has no address that this machine can look up", fix="name the address of node 0 itself"
+                f"host {host!r} has no address that this machine can look up",
+                code="rendezvous.host-not-resolved",
+                fix="name the address of node 0 itself",
             ) from None
         return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
 
@@ -76,7 +78,11 @@ def own_address(local_addr: str) -> str:
     """Return the address of this machine that the user named; refused when it is none."""
     address = next((address for address in resolve(local_addr, 0) if is_own(address)), None)
     if address is None:
-        raise LaunchError(f"--local-addr {local_addr} is no address of this machine", fix="see: ip addr")
+        raise LaunchError(
+            f"--local-addr {local_addr} is no address of this machine",
+            code="launch.local-address-unknown",
+            fix="see: ip addr",
+        )
     return address
 
 
@@ -97,6 +103,7 @@ def listening_address(host: str, port: int, local_addr: str) -> str:
     if not own:
         raise LaunchError(
             f"{host} is {meant[0]}, which is no address of this machine, node 0 (it has {told})",
+            code="launch.master-address-foreign",
             fix="name an address of node 0, or say with --local-addr which of these others reach",
         )
     if host == own[0] or host == "localhost":
@@ -105,6 +112,7 @@ def listening_address(host: str, port: int, local_addr: str) -> str:
         return next(iter(others.values()))
     raise LaunchError(
         f"{host} is {own[0]} here, where other machines cannot come (it has {told})",
+        code="launch.master-address-loopback",
         fix="name an address of node 0, or say with --local-addr which of these others reach",
     )
 
@@ -118,7 +126,9 @@ def listen(address: str, port: int, option: str = "--master-port") -> socket.soc
     except OSError as error:
         listener.close()
         raise LaunchError(
-            f"port {port} of {address} is taken ({error.strerror})", fix=f"end what listens there, or change {option}"
+            f"port {port} of {address} is taken ({error.strerror})",
+            code="launch.port-in-use",
+            fix=f"end what listens there, or change {option}",
         ) from None
     listener.listen(2048)
     return listener

@@ -40,6 +40,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
     fact: str
     fix: str
+    code: str = "rendezvous.node-refused"
+    """A hub of an older version sends none."""
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):

@@ -137,7 +137,7 @@ class Roster:
     def join(self, hello: Hello) -> int | Refused:
         """Welcome a newcomer and return which node it is, or say why it is none."""
         if self.is_over:
-            return Refused("the run is over", "start it again on all nodes")
+            return Refused("the run is over", "start it again on all nodes", code="rendezvous.run-over")
         taken = {**self._dismissed, **{node: member.host for node, member in self._members.items()}}
         node = place_node(hello, self._facts, taken, self._limits.most, self._host)
         if isinstance(node, Refused):

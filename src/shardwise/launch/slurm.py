@@ -97,14 +97,19 @@ def read_directives(text: str) -> dict[str, str]:
             found[key] += f",{part}"  # partition=a,b
         else:
             raise LaunchError(
-                f"--slurm has {part!r}, which is not KEY=VALUE", fix=f"write {EXAMPLE}, or --slurm -- SCRIPT for none"
+                f"--slurm has {part!r}, which is not KEY=VALUE",
+                code="launch.slurm-syntax",
+                fix=f"write {EXAMPLE}, or --slurm -- SCRIPT for none",
             )
     for key in found:
         if key in _NOT_THESE:
-            raise LaunchError(f"--slurm {key}= is not for this script", fix=_NOT_THESE[key])
+            raise LaunchError(
+                f"--slurm {key}= is not for this script", code="launch.slurm-key-reserved", fix=_NOT_THESE[key]
+            )
     if "signal" in found and not re.fullmatch(r"B:(SIG)?USR1@[0-9]+", found["signal"]):
         raise LaunchError(
             f"--slurm signal={found['signal']} would not reach the script, which requeues the job",
+            code="launch.slurm-signal-invalid",
             fix="write signal=B:USR1@SECONDS",
         )
     return found
@@ -135,6 +140,7 @@ def settle_nproc(asked: str | None, directives: Mapping[str, str]) -> int | None
     if gpus and int(asked) > gpus:
         raise LaunchError(
             f"--nproc {asked} is more than the {gpus} GPUs that each node is asked for",
+            code="launch.nproc-exceeds-gpus",
             fix=f"use --nproc {gpus}, or --slurm gpus-per-node={asked}",
         )
     return int(asked)

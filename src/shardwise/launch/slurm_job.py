@@ -36,12 +36,14 @@ def nodes_of_step(variables: Mapping[str, str], options: Mapping[str, Any], type
     if step.local_world_size > 1:
         raise LaunchError(
             f"SLURM started {step.local_world_size} tasks on this node, and each would start the --nproc ranks again",
+            code="launch.slurm-tasks-per-node",
             fix="use srun --ntasks-per-node=1 with --nproc, or as many tasks as ranks without a launcher",
         )
     least, most = read_nodes(options["nnodes"]) if "nnodes" in typed else (step.world_size, step.world_size)
     if not least <= step.world_size <= most:
         raise LaunchError(
             f"SLURM started {step.world_size} launchers, and --nnodes is {options['nnodes']}",
+            code="launch.slurm-nnodes-mismatch",
             fix=f"use srun --nodes={most} --ntasks-per-node=1, or --nnodes {step.world_size}",
         )
     if step.world_size == 1:
@@ -70,12 +72,14 @@ def nodes_of_allocation(variables: Mapping[str, str], nodes: tuple[int, int] | N
     if have < least:
         raise LaunchError(
             f"--nnodes {least} is more than the {have} nodes of SLURM's allocation {job}",
+            code="launch.slurm-too-few-nodes",
             fix=f"use --nnodes {have}, or salloc --nodes={least}",
         )
     gpus = re.search(r"[0-9]+$", variables.get("SLURM_GPUS_PER_NODE") or "")
     if nproc is not None and gpus is not None and nproc > int(gpus[0]) > 0:
         raise LaunchError(
             f"--nproc {nproc} is more than the {gpus[0]} GPUs that SLURM's allocation {job} has on each node",
+            code="launch.nproc-exceeds-gpus",
             fix=f"use --nproc {gpus[0]}, or salloc --gpus-per-node={nproc}",
         )
     return min(have, most)

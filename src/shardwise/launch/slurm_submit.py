@@ -23,6 +23,7 @@ def require_slurm(program: str) -> None:
     if shutil.which(program) is None:
         raise LaunchError(
             f"--slurm, but this machine has no {program}",
+            code="launch.slurm-not-found",
             fix="run it where SLURM's commands are, or add --dry-run to see the script",
         )
 
@@ -31,12 +32,20 @@ def submit(script: Path) -> str:
     """Submit a batch script and return the job's id; what SLURM would never start is refused."""
     done = _slurm("sbatch", "--parsable", str(script))
     if done.returncode != 0:
-        raise LaunchError(f"SLURM refuses the job ({_reason(done.stderr)})", fix="change --slurm or --nnodes")
+        raise LaunchError(
+            f"SLURM refuses the job ({_reason(done.stderr)})",
+            code="launch.slurm-refused",
+            fix="change --slurm or --nnodes",
+        )
     job = done.stdout.strip().partition(";")[0]
     waiting_for = _why_it_waits(job)
     if waiting_for in _HOPELESS:
         _slurm("scancel", job)
-        raise LaunchError(f"SLURM would never start the job ({waiting_for})", fix="change --slurm or --nnodes")
+        raise LaunchError(
+            f"SLURM would never start the job ({waiting_for})",
+            code="launch.slurm-never-starts",
+            fix="change --slurm or --nnodes",
+        )
     return job
 
 
@@ -59,7 +68,11 @@ def _slurm(*words: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(list(words), capture_output=True, text=True, check=False, timeout=_PATIENCE_S)
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"{words[0]} has not answered for {_PATIENCE_S:g} s", fix="see whether SLURM is up") from None
+        raise LaunchError(
+            f"{words[0]} has not answered for {_PATIENCE_S:g} s",
+            code="launch.slurm-timeout",
+            fix="see whether SLURM is up",
+        ) from None
 
 
 def _reason(errors: str) -> str:

@@ -45,7 +45,11 @@ def find_here(hosts: Sequence[HostSpec]) -> list[bool]:
     here = [_is_here(_ssh_settings(host) if has_ssh else {}, host) for host in hosts]
     away = [host.name for host, is_here in zip(hosts, here, strict=True) if not is_here]
     if away and not has_ssh:
-        raise LaunchError(f"host {away[0]} is reached by ssh, and there is no ssh here", fix="install OpenSSH's client")
+        raise LaunchError(
+            f"host {away[0]} is reached by ssh, and there is no ssh here",
+            code="launch.ssh-not-found",
+            fix="install OpenSSH's client",
+        )
     return here
 
 
@@ -58,7 +62,7 @@ def look_at_all(sessions: Sequence[Session], hub: Sessions, target: Target) -> d
     _refuse([_skew(first.name, facts[first], session.name, facts[session]) for session in sessions[1:]])
     _refuse(
         [
-            LaunchError(f"on host {session.name}, {found.refusal}", fix=_copy(session, found.fix))
+            LaunchError(f"on host {session.name}, {found.refusal}", code=found.code, fix=_copy(session, found.fix))
             for session in sessions
             if (found := facts[session]).refusal
         ]
@@ -83,7 +87,11 @@ def find_meeting(
             return found
         refusals.append(found)
     if not refusals:
-        raise LaunchError(f"host {first.name} has no address but loopback", fix="connect it, or name --master-addr")
+        raise LaunchError(
+            f"host {first.name} has no address but loopback",
+            code="launch.host-only-loopback",
+            fix="connect it, or name --master-addr",
+        )
     raise refusals[0]
 
 
@@ -92,7 +100,11 @@ def _try(first: Session, others: Sequence[Session], hub: Sessions, address: str,
     word = secrets.token_hex(8)
     answer = hub.ask([(first, Listen(address, port, word))], _REACH_S).get(first)
     if not isinstance(answer, Answer) or answer.refusal:
-        return LaunchError(f"host {first.name} cannot listen: {_refusal(answer)}", fix="change --master-port")
+        return LaunchError(
+            f"host {first.name} cannot listen: {_refusal(answer)}",
+            code="launch.host-cannot-listen",
+            fix="change --master-port",
+        )
     reached = hub.ask([(session, Reach(address, answer.port, word)) for session in others], _REACH_S)
     cut = {session.name: why for session in others if (why := _refusal(reached.get(session)))}
     if not cut:
@@ -101,6 +113,7 @@ def _try(first: Session, others: Sequence[Session], hub: Sessions, address: str,
     more = f" and {len(cut) - 1} others" if len(cut) > 1 else ""
     return LaunchError(
         f"host {name}{more} cannot reach {first.name} at {address}:{answer.port} ({why})",
+        code="launch.master-unreachable",
         fix=f"open that port, or name with --master-addr an address of {first.name} that all hosts reach",
     )
 
@@ -111,37 +124,76 @@ def _refusal(reply: Reply | None) -> str:
 
 def explain_end(session: Session) -> LaunchError:
     """Say why a host gave no answer, from how its ssh ended and what that wrote."""
-    name, code, said = session.name, session.process.poll(), " ".join(session.said)
+    name, status, said = session.name, session.process.poll(), " ".join(session.said)
     last = session.said[-1] if session.said else "nothing was said"
     by_hand = f"see: ssh {name} true"
-    if code is None:
-        return LaunchError(f"host {name} did not answer within {_LOOK_S:.0f} s", fix=by_hand)
-    if code == NO_FOLDER:
+    if status is None:
         return LaunchError(
-            f"host {name} has no folder {Path.cwd()}", fix="share it, copy it to the same path, or start elsewhere"
+            f"host {name} did not answer within {_LOOK_S:.0f} s", code="launch.host-timeout", fix=by_hand
         )
-    if code == NO_PYTHON:
-        return LaunchError(f"host {name} has no {sys.executable}", fix="install Python there, at the same path")
+    if status == NO_FOLDER:
+        return LaunchError(
+            f"host {name} has no folder {Path.cwd()}",
+            code="launch.host-no-folder",
+            fix="share it, copy it to the same path, or start elsewhere",
+        )
+    if status == NO_PYTHON:
+        return LaunchError(
+            f"host {name} has no {sys.executable}",
+            code="launch.host-no-python",
+            fix="install Python there, at the same path",
+        )
     if "No module named" in said:
         return LaunchError(
             f"host {name} has no shardwise in {sys.executable} ({last})",
+            code="launch.host-no-shardwise",
             fix=f"{sys.executable} -m pip install it there",
         )
-    for pattern, fact, fix in _SSH_SAYS:
+    for pattern, fact, code, fix in _SSH_SAYS:
         if re.search(pattern, said):
-            return LaunchError(fact.format(name), fix=fix.format(name))
-    return LaunchError(f"host {name} could not be used: {last}", fix=by_hand)
+            return LaunchError(fact.format(name), code=code, fix=fix.format(name))
+    return LaunchError(f"host {name} could not be used: {last}", code="launch.host-failed", fix=by_hand)
 
 
 _SSH_SAYS = (
-    ("Could not resolve hostname", "host {} has no address", "correct the name, or describe it in ~/.ssh/config"),
-    ("IDENTIFICATION HAS CHANGED", "host {} shows another key than before", "see why, then: ssh-keygen -R {}"),
-    ("Host key verification failed", "host {} is not known to ssh yet", "check its key once by hand: ssh {}"),
-    ("Permission denied|Too many authentication", "host {} refused your key", "ssh-copy-id {}"),
-    ("Connection refused", "host {} has no ssh server at that port", "start sshd there, or correct the port"),
-    ("timed out|No route|unreachable", "host {} cannot be reached", "see whether it is up: ping {}"),
+    (
+        "Could not resolve hostname",
+        "host {} has no address",
+        "launch.host-not-resolved",
+        "correct the name, or describe it in ~/.ssh/config",
+    ),
+    (
+        "IDENTIFICATION HAS CHANGED",
+        "host {} shows another key than before",
+        "launch.host-key-changed",
+        "see why, then: ssh-keygen -R {}",
+    ),
+    (
+        "Host key verification failed",
+        "host {} is not known to ssh yet",
+        "launch.host-key-unknown",
+        "check its key once by hand: ssh {}",
+    ),
+    (
+        "Permission denied|Too many authentication",
+        "host {} refused your key",
+        "launch.host-login-refused",
+        "ssh-copy-id {}",
+    ),
+    (
+        "Connection refused",
+        "host {} has no ssh server at that port",
+        "launch.host-no-sshd",
+        "start sshd there, or correct the port",
+    ),
+    (
+        "timed out|No route|unreachable",
+        "host {} cannot be reached",
+        "launch.host-unreachable",
+        "see whether it is up: ping {}",
+    ),
 )
-"""What OpenSSH writes, what it means, and what to do."""
+"""What OpenSSH writes, what it means, its code, and what to do."""
 
 
 def _ssh_settings(host: HostSpec) -> dict[str, str]:
@@ -150,7 +202,11 @@ def _ssh_settings(host: HostSpec) -> dict[str, str]:
     try:
         asked = subprocess.run([program, "-G", *words], capture_output=True, text=True, check=False, timeout=_LOOK_S)
     except subprocess.TimeoutExpired:  # a command that the user's file runs to decide
-        raise LaunchError(f"ssh cannot tell how to reach host {host.name}", fix=f"see: ssh -G {host.name}") from None
+        raise LaunchError(
+            f"ssh cannot tell how to reach host {host.name}",
+            code="launch.ssh-config-timeout",
+            fix=f"see: ssh -G {host.name}",
+        ) from None
     return dict(line.split(" ", 1) for line in asked.stdout.splitlines() if " " in line)
 
 
@@ -173,6 +229,7 @@ def _skew(first: str, its: Facts, other: str, theirs: Facts) -> LaunchError | No
     name = different[0]
     return LaunchError(
         f"host {other} has {name} {theirs.versions.get(name)}, {first} has {its.versions[name]}",
+        code="launch.host-version-mismatch",
         fix=f"install the same {name} on both",
     )
 
@@ -190,6 +247,7 @@ def _refuse_twins(sessions: Sequence[Session], facts: Mapping[Session, Facts]) -
             told = ", ".join(sorted(addresses))
             raise LaunchError(
                 f"hosts {seen[addresses]} and {session.name} are one machine, which has {told}",
+                code="launch.host-same-machine",
                 fix="name it once, or correct what one of the names resolves to",
             )
         seen[addresses] = session.name
@@ -205,6 +263,7 @@ def _wanted(first: Session, facts: Facts, wanted: str) -> str:
     told = ", ".join(f"{address} on {name}" for name, address in facts.addresses.items())
     raise LaunchError(
         f"--master-addr {wanted} is {meant[0]}, which is no address of host {first.name} (it has {told})",
+        code="launch.master-address-foreign",
         fix="name one of these, or leave it out",
     )
 
@@ -222,4 +281,4 @@ def _refuse(errors: Sequence[LaunchError | None]) -> None:
     """Refuse all at once, in one sentence."""
     real = [error for error in errors if error is not None]
     if real:
-        raise LaunchError("; ".join(error.fact for error in real), fix=real[0].fix)
+        raise LaunchError("; ".join(error.fact for error in real), code=real[0].code, fix=real[0].fix)

@@ -69,6 +69,7 @@ class Facts(msgspec.Struct, frozen=True, tag="facts"):
     """Address from which ssh came; empty on the launcher's own machine."""
     refusal: str = ""
     fix: str = ""
+    code: str = ""
     """Why the target cannot be started there; empty when it can."""
 
 

@@ -105,7 +105,7 @@ def _facts(target: Target) -> Facts:
     try:
         check_target(target)
     except LaunchError as error:
-        return Facts(versions, outward, own, launcher, error.fact, error.fix)
+        return Facts(versions, outward, own, launcher, error.fact, error.fix, error.code)
     return Facts(versions, outward, own, launcher)
 
 

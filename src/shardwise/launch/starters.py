@@ -219,9 +219,13 @@ class ForkStarter:
         try:
             self._pump(_READY_S)
         except TimeoutError:
-            raise LaunchError("the fork parent does not answer", fix="try --start-method spawn") from None
+            raise LaunchError(
+                "the fork parent does not answer", code="launch.fork-parent-timeout", fix="try --start-method spawn"
+            ) from None
         if self._gone:
-            raise LaunchError(self.lost, fix="see its words above, or try --start-method spawn")
+            raise LaunchError(
+                self.lost, code="launch.fork-parent-lost", fix="see its words above, or try --start-method spawn"
+            )
 
     def _look(self) -> None:
         """Take in what has been reported."""

@@ -80,14 +80,24 @@ def check_target(target: Target) -> None:
     if isinstance(target, Script):
         path = Path(target.path)
         if not path.exists():
-            raise LaunchError(f"script {target.path} is not there", fix="name a Python file, or use -m for a module")
+            raise LaunchError(
+                f"script {target.path} is not there",
+                code="launch.script-not-found",
+                fix="name a Python file, or use -m for a module",
+            )
         if path.is_dir() and not (path / "__main__.py").is_file():
-            raise LaunchError(f"{target.path} is a folder without __main__.py", fix="name a Python file")
+            raise LaunchError(
+                f"{target.path} is a folder without __main__.py",
+                code="launch.script-is-folder",
+                fix="name a Python file",
+            )
     elif isinstance(target, Module):
         _check_module(target.module)
     elif shutil.which(target.program) is None:
         raise LaunchError(
-            f"program {target.program} is not on the path", fix="name an executable, or leave --no-python out"
+            f"program {target.program} is not on the path",
+            code="launch.program-not-found",
+            fix="name an executable, or leave --no-python out",
         )
 
 
@@ -101,5 +111,7 @@ def _check_module(name: str) -> None:
         found = None
     if found is None:
         raise LaunchError(
-            f"there is no module {top!r}", fix="name a module that python -m finds, or a script without -m"
+            f"there is no module {top!r}",
+            code="launch.module-not-found",
+            fix="name a module that python -m finds, or a script without -m",
         )

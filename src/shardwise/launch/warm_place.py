@@ -72,11 +72,15 @@ def open_place(path: Path) -> Iterator[int]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        raise LaunchError(f"{path} is no folder for a private socket ({error.strerror})", fix=advice) from None
+        raise LaunchError(
+            f"{path} is no folder for a private socket ({error.strerror})",
+            code="launch.socket-folder-failed",
+            fix=advice,
+        ) from None
     try:
         found = os.fstat(descriptor)
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-            raise LaunchError(f"{path} is open to other users", fix=advice)
+            raise LaunchError(f"{path} is open to other users", code="launch.socket-folder-shared", fix=advice)
         yield descriptor
     finally:
         os.close(descriptor)
