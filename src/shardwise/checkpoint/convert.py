@@ -167,10 +167,6 @@ def convert(
     `announce` hears the host peak in bytes before anything is written.
     """
     target = Path(target)
-    if to not in KINDS:
-        raise InputError(
-            f"there is no kind {to!r} of checkpoint", code="checkpoint.format-unknown", fix=nearest(to, KINDS)
-        )
     _check_target(target, to, config)
     kind = KINDS[to] if cut is None else _cut_kind(KINDS[to], to, cut)
     contents = open_contents(source)
@@ -191,13 +187,7 @@ def convert(
         contents = dataclasses.replace(contents, step=step)
     if to == "shardwise":
         contents = dataclasses.replace(contents, facts={**contents.facts, "step": contents.step})
-        named = parse_name(target.name)
-        if named is not None and named[0] != contents.step:
-            raise InputError(
-                f"target {target} is named for another step than {contents.step}",
-                code="checkpoint.step-name-mismatch",
-                fix="give --step",
-            )
+        _check_named_step(target, contents.step)
     peak = (
         deepspeed_ranks.host_peak_bytes(contents, cut.stage, cut.num_ranks) if cut else kind.host_peak_bytes(contents)
     )
@@ -220,6 +210,10 @@ def convert(
 
 
 def _check_target(target: Path, to: str, config: Path | None) -> None:
+    if to not in KINDS:
+        raise InputError(
+            f"there is no kind {to!r} of checkpoint", code="checkpoint.format-unknown", fix=nearest(to, KINDS)
+        )
     if target.exists() or target.is_symlink():
         raise InputError(f"target {target} is there already", code="checkpoint.target-exists", fix="name a new one")
     if not target.parent.is_dir():
@@ -239,6 +233,16 @@ def _check_target(target: Path, to: str, config: Path | None) -> None:
             f"config {config} is not a file",
             code="checkpoint.config-not-found",
             fix="name the config.json of the model",
+        )
+
+
+def _check_named_step(target: Path, step: int) -> None:
+    named = parse_name(target.name)
+    if named is not None and named[0] != step:
+        raise InputError(
+            f"target {target} is named for another step than {step}",
+            code="checkpoint.step-name-mismatch",
+            fix="give --step",
         )
 
 

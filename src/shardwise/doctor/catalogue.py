@@ -110,5 +110,7 @@ def find_preset(name: str) -> Preset:
     """Return the preset of this name; unknown ones are refused."""
     presets = read_presets()
     if name not in presets:
-        raise InputError(f"there is no preset {name!r}", fix=f"choose one of {', '.join(presets)}")
+        raise InputError(
+            f"there is no preset {name!r}", code="doctor.unknown-preset", fix=f"choose one of {', '.join(presets)}"
+        )
     return presets[name]

@@ -105,7 +105,8 @@ class _Ground:
         self._seconds = time.monotonic() - began
         if launched.decision != Finish():
             raise RankFailedError(
-                f"{explain_outcome(launched.outcome, run)}\nthe job fails by itself: nothing to drill"
+                f"{explain_outcome(launched.outcome, run)}\nthe job fails by itself: nothing to drill",
+                code="doctor.job-fails",
             )
         if self._subject.steps:
             self._losses = {step: loss for _, step, loss in read_losses(read_run(run.path).events)}

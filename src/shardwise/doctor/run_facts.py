@@ -100,9 +100,13 @@ class RunFacts:
 def read_run(path: Path) -> RunFacts:
     """Read a run directory; refused when it is none."""
     if not path.is_dir():
-        raise InputError(f"{path} is no folder", fix="name a run directory, such as one of ls -d runs/*")
+        raise InputError(
+            f"{path} is no folder", code="run.not-found", fix="name a run directory, such as one of ls -d runs/*"
+        )
     if not (path / "events").is_dir() and not (path / "logs").is_dir():
-        raise InputError(f"{path} is no run directory", fix="name one that has events and logs: ls -d runs/*")
+        raise InputError(
+            f"{path} is no run directory", code="run.not-a-run", fix="name one that has events and logs: ls -d runs/*"
+        )
     run, now = RunDirectory(path), time.time()
     events = _read_events(path)
     launchers = tuple(

@@ -171,7 +171,7 @@ def _connect(host: str, port: int, patience_s: float, note: Callable[[str], None
         if waited_s > patience_s:
             raise LaunchError(
                 f"node 0 did not answer at {host}:{port} for {patience_s:g} s ({reason})",
-                code="rendezvous.timeout",
+                code="rendezvous.unreachable",
                 fix="start node 0 there, and let this machine reach that port",
             )
         if waited_s > _PATIENCE_S and not told:

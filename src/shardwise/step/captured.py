@@ -104,6 +104,7 @@ def _require_same(form: Form, first: Form) -> None:
     was, now = next(((old, new) for old, new in zip(first, form, strict=False) if old != new), (first[0], form[0]))
     raise JobError(
         f"a batch of shape {list(now[0])} follows one of {list(was[0])}, and capture = step replays one shape",
+        code="support.capture-shape-changed",
         fix="pad batches to one length in Job.collate, or --set capture=none",
     )
 

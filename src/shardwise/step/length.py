@@ -58,11 +58,19 @@ def _count_steps(job: Job, dataset: Dataset[Any], steps_per_epoch: int | None) -
     if job.steps is not None:
         return job.steps, "steps of the job"
     if steps_per_epoch is None:
-        raise JobError("a stream (IterableDataset) has no epochs and no known tokens", fix="give the job steps=")
+        raise JobError(
+            "a stream (IterableDataset) has no epochs and no known tokens",
+            code="data.stream-without-steps",
+            fix="give the job steps=",
+        )
     if job.epochs is not None:
         return job.epochs * steps_per_epoch, f"{job.epochs} epochs x {steps_per_epoch} steps"
     per_sample = job.loss.count_of((job.collate or default_collate)([dataset[0]]), 1)
     if not per_sample:
-        raise JobError("the first sample counts no token, so tokens= cannot be turned into steps", fix="give steps=")
+        raise JobError(
+            "the first sample counts no token, so tokens= cannot be turned into steps",
+            code="data.sample-without-tokens",
+            fix="give steps=",
+        )
     source = f"{job.tokens} tokens / ({per_sample} in the first sample x batch_size {job.batch_size})"
     return math.ceil((job.tokens or 0) / (per_sample * job.batch_size)), source

@@ -66,6 +66,7 @@ class LossCheck:
             raise JobError(
                 "Loss.sum returns the same for rows given once and twice, as a mean does, and Loss.count divides it"
                 " again",
+                code="loss.sum-is-mean",
                 fix='return a sum over rows, such as cross_entropy(..., reduction="sum")',
             )
         times = f"{ratio:.4g} and {counts[1] / (counts[0] or 1):.4g} times"
@@ -133,5 +134,6 @@ def refuse_uncounted(total: Tensor) -> None:
     if bool(total != 0):
         raise JobError(
             f"Loss.count is 0 over the whole global batch, and the sum of the loss is {float(total):.6g}",
+            code="loss.count-zero",
             fix="return what the sum is divided by: how many rows, tokens or elements of the batch it covers",
         )

@@ -132,6 +132,7 @@ class PipelineStep(OptimizerStep):
                 # Finding the shape of what travels runs a forward, which on shards all readers must do together.
                 raise JobError(
                     "batches of this step have another shape than those before, and the pipeline's stages are sharded",
+                    code="support.pipeline-shape-changed",
                     fix="collate to one length, or use replicate instead of shard",
                 )
             first = micro_batches[0]
@@ -160,10 +161,12 @@ class PipelineStep(OptimizerStep):
             raise JobError(
                 f"{some_of(self._unfilled)}: a batch norm class of its own counts filler rows, so a short step cannot"
                 " be filled up, and a pipeline cannot pass micro-batches of different sizes on",
+                code="support.batch-norm-filler-rows",
                 fix="use torch's own batch norm, or a batch_size that divides the dataset",
             )
         raise JobError(
             "micro-batches of one step differ in shape, which a pipeline cannot pass on",
+            code="support.pipeline-micro-batch-shapes",
             fix="collate to one length, and use a batch_size that divides the dataset",
         )
 

@@ -66,7 +66,11 @@ class Subject:
             model.to(dtype) if compute == "fp64" else _lower_parameters(model, dtype)
         dataset = dataset_of(job, "train")
         if dataset is None or len(dataset) == 0:
-            raise JobError("the job has no training data to take a sample from", fix='return a dataset for "train"')
+            raise JobError(
+                "the job has no training data to take a sample from",
+                code="data.no-train-split",
+                fix='return a dataset for "train"',
+            )
         size = len(dataset)
         styles, degrees = _cuts(model, job)
         return cls(

@@ -66,7 +66,11 @@ class TokenProbe:
         dist.all_gather_object(everyone, self._mixing(batch.micro_batches[0].uncut), group=self._group)
         name = next((each for each in everyone if each is not None), None)
         if name is not None:
-            raise JobError(f"cp splits sequences, and {name} mixes tokens outside of attention", fix="use cp 1")
+            raise JobError(
+                f"cp splits sequences, and {name} mixes tokens outside of attention",
+                code="support.cp-mixes-tokens",
+                fix="use cp 1",
+            )
 
     def _mixing(self, whole: Any) -> str | None:
         """Return the first module in which a token changes when another one does; None if there is none."""

@@ -41,6 +41,7 @@ def trace(job: Job, *, compute: DType, gathered: bool) -> ModelShape:
     except Exception as error:
         raise JobError(
             f"the model cannot be traced without weights: {type(error).__name__}: {error}",
+            code="model.trace-failed",
             fix="name a published model of its shape, or avoid reading tensor values in forward",
         ) from error
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.data.feed import Feed
 from shardwise.engines.deepspeed.build import build_deepspeed_step
-from shardwise.errors import JobError, PlanError
+from shardwise.errors import JobError
 from shardwise.job.generators import seed_generators
 from shardwise.job.schedules import check_schedule
 from shardwise.parallel.apply import apply_plan, gradient_sync, parameters_of, stages_of
@@ -31,11 +31,11 @@ from shardwise.parallel.peer_inputs import watch_inputs
 from shardwise.parallel.place import Place
 from shardwise.parallel.probe import refuse_sparse, trainable_of, without_gradient
 from shardwise.parallel.reduced_list import ReducedList
-from shardwise.parallel.sharded import DTYPES, LOWER, check_sharded
+from shardwise.parallel.sharded import DTYPES, LOWER
 from shardwise.parallel.stage_plan import cut_layers
 from shardwise.parallel.stage_ties import share_copies, tied_copies
 from shardwise.parallel.stages import count_layers, find_layers, split_stages
-from shardwise.parallel.support import require_supported, uses_ddp
+from shardwise.parallel.support import uses_ddp
 from shardwise.parallel.tensor_gradients import refuse_unequal, unequal_gradients
 from shardwise.parallel.tensor_rules import find_rules
 from shardwise.parallel.weights import BuiltWeights, share_values
@@ -47,7 +47,7 @@ from shardwise.step.pipeline import PipelineStep
 from shardwise.step.step import Autocast, StepParts, Surroundings
 from shardwise.step.token_probe import TokenProbe
 from shardwise.step.update import choose_update
-from shardwise.train.preflight import check_job
+from shardwise.train.fit import check_fit, check_own_loop
 from shardwise.train.reading import Reading, make_loader, token_cut
 
 if TYPE_CHECKING:
@@ -305,7 +305,7 @@ def parallelize(model: nn.Module, plan: Plan, world: World) -> nn.Module:
     averages over readers, FSDP2 is set to do so too. Autocast belongs around the loop's own forward and loss, so
     `plan.precision.compute` is left to it, except where FSDP2 casts shards.
     """
-    _check_own_loop(model, plan)
+    check_own_loop(model, plan)
     if plan.precision.parameter == "fp64":
         model = model.double()
     if world.size > 1:
@@ -328,54 +328,6 @@ def parallelize(model: nn.Module, plan: Plan, world: World) -> nn.Module:
     return parallel
 
 
-def _check_own_loop(model: nn.Module, plan: Plan) -> None:
-    """Refuse a plan that needs more than a model."""
-    require_supported(plan)
-    if plan.layout.pp > 1:
-        raise PlanError(f"plan {plan.layout} has stages, which a loop of your own cannot run", fix="use build_step")
-    if plan.layout.cp > 1:
-        raise PlanError(f"plan {plan.layout} cuts sequences, which a loop of your own reads", fix="use build_step")
-    if plan.zero == 1 or plan.offload.optimizer != "none":
-        raise PlanError("the plan cuts the optimizer, which your own loop makes", fix="use build_step, or zero2")
-    if plan.layout.dp > 1 and plan.zero < 2 and not uses_ddp(plan):
-        raise PlanError(
-            f"plan {plan.layout} has replicas of split weights, whose gradients a step sums, not a loop of your own",
-            fix=f"use build_step, or shard{plan.layout.dp}.tp{plan.layout.tp}",
-        )
-    if plan.communication.sync_every > 1:
-        raise PlanError("the plan syncs after steps of an optimizer, which your own loop makes", fix="use build_step")
-    if plan.capture == "step":
-        raise PlanError("the plan captures the step, which your own loop makes", fix="use build_step")
-    check_parameters(model, plan)
-    check_sharded(model, plan, by_step=False)
-
-
-def check_fit(job: Job, plan: Plan, world: World) -> None:
-    """Refuse a plan that cannot be applied, or is for another world or another batch."""
-    require_supported(plan)
-    if plan.layout.pp > 1 and world.backend == "gloo" and world.device.type == "cuda":
-        raise PlanError(
-            f"plan {plan.layout} has stages on GPUs, and gloo sends no GPU tensors", fix="use --backend nccl"
-        )
-    if plan.engine == "mlx" and world.device.type != "cpu":
-        raise PlanError(
-            f"the world is on {world.device.type}, and engine mlx takes its samples from the host",
-            fix="use sw.world(device='cpu')",
-        )
-    if plan.layout.world_size != world.size:
-        raise PlanError(
-            f"plan {plan.layout} is for {plan.layout.world_size} ranks, the world has {world.size}",
-            fix=f"use plan.refit({world.size})",
-        )
-    if plan.batch_size != job.batch_size:
-        raise PlanError(
-            f"the plan trains {plan.micro_batch} x {plan.accumulation} x {plan.layout.dp} = {plan.batch_size} samples"
-            f" a step, the job asks for {job.batch_size}",
-            fix=f"use Plan.preset(name, {world.size}, batch_size={job.batch_size})",
-        )
-    check_job(job, plan)
-
-
 def report_missing(missing: dict[int, list[str]], plan: Plan, note: Callable[[str], None]) -> None:
     """Name parameters that got no gradient: under DDP that would leave others unsummed, so it is refused there."""
     if not missing:
@@ -384,6 +336,7 @@ def report_missing(missing: dict[int, list[str]], plan: Plan, note: Callable[[st
     if uses_ddp(plan) and not plan.communication.find_unused_parameters:
         raise JobError(
             f"parameters got no gradient in the first step ({words})",
+            code="train.unused-parameters",
             fix="freeze them, use them, or --set communication.find_unused_parameters=true",
         )
     note(f"parameters without gradient in the first step: {words}")

@@ -38,6 +38,7 @@ def export(model: nn.Module, path: Path | str) -> None:
     if is_mlx(model):
         raise JobError(
             "export writes models of torch, and this one is MLX's",
+            code="support.mlx-export",
             fix='use model.save_weights("model.safetensors"), or weights.pt of the run',
         )
     write_weights(whole_weights(model), path)
@@ -59,7 +60,9 @@ def export_adapters(model: nn.Module, folder: Path | str, *, base: str | None = 
     folder = Path(folder)
     lora = adapter_facts(model)
     if lora is None:
-        raise JobError("the model has no adapters", fix="train a job with lora=, or use export")
+        raise JobError(
+            "the model has no adapters", code="model.no-adapters", fix="train a job with lora=, or use export"
+        )
     trained = full_values(
         item for stage in stages_of(model) for item in stage.named_parameters() if is_adapter(item[0])
     )

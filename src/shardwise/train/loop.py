@@ -139,6 +139,7 @@ def _conclude(
     if journal.skipped == steps - first_step > 0:
         raise TrainingError(
             f"all {journal.skipped} steps were skipped: no gradient was finite, so nothing was learnt",
+            code="train.no-finite-gradient",
             fix="lower the learning rate, set clip_norm, or look for NaN in the data and the loss",
         )
     return TrainReport(

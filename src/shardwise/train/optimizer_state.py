@@ -40,6 +40,7 @@ def plain_states(optimized: Optimized) -> dict[str, Any]:
         if values and name is None:
             raise JobError(
                 f"optimizer {optimized.kind} keeps {some_of(values)} for a tensor that is not a parameter of the model",
+                code="optimizer.state-foreign-tensor",
                 fix="keep its state as tensors, or train with --set engine=torch",
             )
         found |= {f"{name}/{key}": value for key, value in values.items()}
@@ -56,6 +57,7 @@ def merge_plain_states(everyone: Iterable[Mapping[str, Any]], kind: str) -> dict
             if merged.setdefault(name, value) != value:
                 raise JobError(
                     f"optimizer {kind} keeps {name} as {merged[name]} on one rank and {value} on another",
+                    code="optimizer.state-ranks-differ",
                     fix="use a plan that keeps parameters whole (ddp), or keep the value as a tensor",
                 )
     return merged

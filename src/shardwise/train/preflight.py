@@ -84,11 +84,14 @@ def check_job(job: Job, plan: Plan) -> None:
         check_token_loss(job)
     if job.lora is not None and plan.engine != "torch":
         raise PlanError(
-            f"engine {plan.engine} trains no adapters here", fix="use --set engine=torch, or leave Job.lora out"
+            f"engine {plan.engine} trains no adapters here",
+            code="support.lora-engine",
+            fix="use --set engine=torch, or leave Job.lora out",
         )
     if job.masks == "keyed" and (plan.engine != "torch" or plan.compile != "none"):
         raise PlanError(
             f"masks are keyed, and engine {plan.engine} with compile = {plan.compile} draws its own",
+            code="support.keyed-masks-engine",
             fix="use --set engine=torch --set compile=none, or --set masks=drawn",
         )
 

@@ -48,7 +48,7 @@ def make_loader(job: Job, plan: Plan, where: Reading) -> tuple[StepLoader, Lengt
     """Return the loader of the job's training data, and the length of the whole training."""
     dataset = dataset_of(job, "train")
     if dataset is None:
-        raise DataError("Job.data gave no dataset for split 'train'", fix="return one")
+        raise DataError("Job.data gave no dataset for split 'train'", code="data.no-train-split", fix="return one")
     if isinstance(dataset, IterableDataset):
         length = training_length(job, dataset, None, sync_every=plan.communication.sync_every)
         stream = StreamLoader(

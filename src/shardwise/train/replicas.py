@@ -87,7 +87,7 @@ class Replicas:
             step=step.number, last_equal=self._last_equal, copies=copies, others=others, cause=decide(evidence)
         )
         if self._spec.stop:
-            raise TrainingError(str(drift))
+            raise TrainingError(str(drift), code="train.replicas-drifted")
         if self._world.is_main:
             self._events.write("verdict", text=str(drift))
 

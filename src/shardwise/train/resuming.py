@@ -75,6 +75,7 @@ class Resuming:
         if off or compared.differing:
             raise MismatchError(
                 f"{report.path} is of another model or optimizer: {compared}",
+                code="checkpoint.tensors-mismatch",
                 fix="resume the same job, or --resume never",
             )
         step.optimized.refresh()

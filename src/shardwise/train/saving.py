@@ -51,6 +51,7 @@ class Saving:
         if spec.keep.metric and spec.keep.metric not in metrics:
             raise InputError(
                 f"the checkpoint with the best {spec.keep.metric!r} is to stay, which the job does not measure",
+                code="train.keep-metric-unknown",
                 fix=nearest(spec.keep.metric, metrics),
             )
         if job.state is not None:
@@ -74,7 +75,11 @@ class Saving:
         path = self.spec.folder if is_auto else Path(self.spec.resume)
         step = Resuming(path, self._job, self._plan, self._world, self._note).run(build, self._group)
         if step is None and not is_auto:
-            raise InputError(f"--resume {path} holds no checkpoint", fix="name a run directory or a checkpoint")
+            raise InputError(
+                f"--resume {path} holds no checkpoint",
+                code="checkpoint.none-found",
+                fix="name a run directory or a checkpoint",
+            )
         return step
 
     def is_due(self, step: Step) -> bool:
@@ -97,7 +102,7 @@ class Saving:
         if is_stopping:
             self.finish()
             words = NOT_SAVED if self._last_saved != step.number else f"saved at step {step.number}"
-            raise StoppedError(f"asked to stop, {words}", fix="run it again to continue")
+            raise StoppedError(f"asked to stop, {words}", code="train.stopped", fix="run it again to continue")
         step.mark("data", step.number)
 
     def save(self, step: Step, evaluation: dict[str, float]) -> None:

@@ -106,17 +106,20 @@ def check_same_job(facts: Mapping[str, Any], job: Job, *, number: int, num_steps
         if facts.get(name, now) != now:
             raise JobError(
                 f"the checkpoint was saved with {name} {facts.get(name)}, the job has {now}: other samples would come",
+                code="checkpoint.samples-differ",
                 fix=f"--set {name}={facts.get(name)}, or --resume never",
             )
     saved = facts_of(facts)
     if saved is not None and job.lora is not None and saved.get("alpha") != job.lora.alpha:
         raise JobError(
             f"the checkpoint's adapters have alpha {saved.get('alpha')}, the job's {job.lora.alpha}",
+            code="job.adapter-option-mismatch",
             fix=f"--set lora.alpha={saved.get('alpha')}, or --resume never",
         )
     if number > num_steps:
         raise JobError(
             f"the checkpoint is at step {number}, the job ends at {num_steps}",
+            code="checkpoint.beyond-last-step",
             fix=f"--set steps=N with N of at least {number}, as the run that saved it had, or --resume never",
         )
 

@@ -24,7 +24,9 @@ def split_state(state: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     anything else is refused by its place.
     """
     if not isinstance(state, dict):
-        raise JobError(f"Job.state.state_dict() returned a {type(state).__name__}", fix="return a dict")
+        raise JobError(
+            f"Job.state.state_dict() returned a {type(state).__name__}", code="job.state-not-dict", fix="return a dict"
+        )
     tensors: dict[str, Tensor] = {}
     return _plain_dict(state, ("Job.state",), tensors), tensors
 
@@ -58,7 +60,9 @@ def _plain_dict(state: dict[Any, Any], place: tuple[str, ...], tensors: dict[str
     values = {}
     for key, value in state.items():
         if not isinstance(key, str) or "/" in key:
-            raise JobError(f"{_words(place)} has the key {key!r}", fix="use names without '/'")
+            raise JobError(
+                f"{_words(place)} has the key {key!r}", code="job.state-key-invalid", fix="use names without '/'"
+            )
         here = (*place, key)
         if isinstance(value, Tensor):
             tensors[USER + "/".join(here[1:])] = value.detach()
@@ -78,15 +82,27 @@ def plain_value(value: Any, place: tuple[str, ...]) -> Any:
         values = _plain_dict(value, place, inside)
         if not inside:
             return values
-        raise JobError(f"{_words(place)} is in a list and holds a tensor", fix="use a dict instead of the list")
+        raise JobError(
+            f"{_words(place)} is in a list and holds a tensor",
+            code="job.state-tensor-in-list",
+            fix="use a dict instead of the list",
+        )
     # The very types: what JSON would return as another one (a tuple, an enum, numpy's numbers) does not come back.
     if type(value) not in {str, int, float, bool, type(None)}:
         words = f"a {type(value).__module__}.{type(value).__qualname__}".replace("a builtins.", "a ")
-        raise JobError(f"{_words(place)} is {words}", fix="use tensors, dicts, lists, str, numbers, bool and None")
+        raise JobError(
+            f"{_words(place)} is {words}",
+            code="job.state-type-unsupported",
+            fix="use tensors, dicts, lists, str, numbers, bool and None",
+        )
     if isinstance(value, float) and not math.isfinite(value):
-        raise JobError(f"{_words(place)} is {value}, which JSON cannot hold", fix="use None, or a tensor")
+        raise JobError(
+            f"{_words(place)} is {value}, which JSON cannot hold",
+            code="job.state-not-finite",
+            fix="use None, or a tensor",
+        )
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise JobError(f"{_words(place)} has more than 64 bits", fix="use a str")
+        raise JobError(f"{_words(place)} has more than 64 bits", code="job.state-integer-too-large", fix="use a str")
     return value
 
 

@@ -105,7 +105,7 @@ class Bench:
         except Exception as error:
             stuck = read_stuck(folder)
             if stuck:
-                raise StuckError(limit_s, stuck) from error
+                raise StuckError.of(limit_s, stuck) from error
             raise
         if plain:
             self._longest_s = max(self._longest_s, traced[0].longest_s)
@@ -133,6 +133,7 @@ class Bench:
             except Exception as error:
                 raise TrainingError(
                     f"one process cannot train the job ({type(error).__name__}: {error})",
+                    code="verify.reference-failed",
                     fix="mend that first: shardwise train --nproc 1",
                 ) from error
         return self._ones[key]

@@ -73,6 +73,7 @@ def choose_kills(name: str, steps: int) -> tuple[Kill, Kill]:
     if steps < LEAST_STEPS:
         raise InputError(
             f"--resume trains, kills and goes on twice, for which {steps} steps are too few",
+            code="verify.too-few-steps",
             fix=f"use --steps {LEAST_STEPS} or more",
         )
     chosen = random.Random(f"{name} {steps}")  # noqa: S311 - a choice that can be repeated, not a secret
@@ -221,7 +222,9 @@ def _wait_for(checkpoints: Path, step: int) -> None:
         if latest is not None and (parse_name(latest.name) or (-1,))[0] >= step:
             return
         time.sleep(0.005)
-    raise TrainingError(f"no checkpoint of step {step} was published in {_PATIENCE_S:.0f} s")
+    raise TrainingError(
+        f"no checkpoint of step {step} was published in {_PATIENCE_S:.0f} s", code="verify.checkpoint-timeout"
+    )
 
 
 def _kill_all(pids: Sequence[int], folder: LifeFolder) -> None:

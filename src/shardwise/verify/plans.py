@@ -86,10 +86,12 @@ def parse_plans(text: str) -> list[str]:
     """Split what was typed after --plans; refuses an empty list and a plan named twice."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise InputError(f"--plans {text!r} names no plan", fix="write --plans all, or --plans ddp,zero3")
+        raise InputError(
+            f"--plans {text!r} names no plan", code="verify.no-plans", fix="write --plans all, or --plans ddp,zero3"
+        )
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise InputError(f"--plans names {twice[0]} twice", fix="name each plan once")
+        raise InputError(f"--plans names {twice[0]} twice", code="verify.plan-repeated", fix="name each plan once")
     return names
 
 

@@ -155,6 +155,7 @@ def shrunk(make: Any) -> nn.Module:
         return type(large)(_small_transformer(config))  # type: ignore[no-any-return]
     raise JobError(
         f"--shrink knows no config of {type(large).__name__} to make it small by",
+        code="verify.shrink-unsupported",
         fix="leave --shrink out, or give the job a small model",
     )
 

@@ -133,7 +133,11 @@ def _look(preparation: Preparation, degree: int) -> tuple[str, int, tuple[Cut, .
 def _first_batch(job: Job) -> Any:
     dataset = dataset_of(job, "train")
     if dataset is None or len(dataset) == 0:
-        raise JobError("the job has no training data to take a sample from", fix='return a dataset for "train"')
+        raise JobError(
+            "the job has no training data to take a sample from",
+            code="data.no-train-split",
+            fix='return a dataset for "train"',
+        )
     return (job.collate or default_collate)([dataset[index % len(dataset)] for index in range(SAMPLES)])
 
 

@@ -48,9 +48,15 @@ class Stuck(msgspec.Struct, frozen=True, kw_only=True):
 class StuckError(RankFailedError):
     """No rank made progress for longer than a limit that one process gave."""
 
-    def __init__(self, limit_s: float, stuck: tuple[Stuck, ...]) -> None:
-        super().__init__(f"no progress for {limit_s:.0f} s: {'; '.join(map(str, stuck))}")
-        self.stuck = stuck
+    stuck: tuple[Stuck, ...] = ()
+
+    @classmethod
+    def of(cls, limit_s: float, stuck: tuple[Stuck, ...]) -> StuckError:
+        """Name the place of each rank."""
+        places = "; ".join(map(str, stuck))
+        error = cls(f"no progress for {limit_s:.0f} s: {places}", code="verify.no-progress")
+        error.stuck = stuck
+        return error
 
 
 def pause_limit_s(plan: Plan, longest_s: float, timeout_s: float) -> float:

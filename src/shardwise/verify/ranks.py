@@ -46,7 +46,11 @@ def preload(names: Iterable[str] = _PRELOAD) -> None:
 def require_meeting(backend: str) -> None:
     """Refuse a backend that ranks of verify could not meet by, before any of them starts."""
     if backend not in BACKENDS:
-        raise InputError(f"backend {backend!r}, but verify's ranks are on the CPU", fix=f"use {' or '.join(BACKENDS)}")
+        raise InputError(
+            f"backend {backend!r}, but verify's ranks are on the CPU",
+            code="verify.backend-not-cpu",
+            fix=f"use {' or '.join(BACKENDS)}",
+        )
     if backend == "mpi":
         require_backend(backend)
 

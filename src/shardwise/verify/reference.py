@@ -29,7 +29,8 @@ from shardwise.parallel.weights import fill_parameters
 from shardwise.step.held import Held
 from shardwise.step.loss_check import LossCheck, refuse_uncounted
 from shardwise.step.step import StepReport
-from shardwise.train.build import check_fit, draw_up, make_feed
+from shardwise.train.build import draw_up, make_feed
+from shardwise.train.fit import check_fit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

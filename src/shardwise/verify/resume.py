@@ -102,6 +102,7 @@ def _other_worlds(
     if not found:
         raise PlanError(
             "batch statistics belong to a micro-batch, and on other ranks the batch is cut into others",
+            code="verify.batch-statistics",
             fix="use accumulation=1",
         )
     return list(found.items())
@@ -152,7 +153,7 @@ class _Lab:
                 raise
         else:
             if kill is not None:
-                raise TrainingError(f"{words} came to its end; it was to be killed {kill}")
+                raise TrainingError(f"{words} came to its end; it was to be killed {kill}", code="verify.not-killed")
         return Life(words=words, layout=plan.layout, begins=begins, ranks=here.read(size))
 
     def live_on(self, targets: Sequence[tuple[str, Plan]], precision: Exact, *, begins: int) -> tuple[Plan, Life]:
@@ -164,7 +165,7 @@ class _Lab:
                 return plan, self.live("last", words, plan, begins=begins)
             except InputError as error:
                 refused = refused or error
-        raise refused or PlanError("there is no plan to go on under")
+        raise refused or PlanError("there is no plan to go on under", code="verify.no-other-plan")
 
     def blame_plan(self, whole: Life, words: str, plan: Plan, limit: float) -> Finding | None:
         """Say so when a plan gives other numbers even if nobody stops it."""

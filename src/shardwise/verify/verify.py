@@ -167,7 +167,9 @@ def judge(
 def _require_exact(changes: dict[str, float]) -> None:
     if changes:
         raise InputError(
-            f"it {' and '.join(changes)}, so that other ranks give other numbers", fix="verify --resume an exact plan"
+            f"it {' and '.join(changes)}, so that other ranks give other numbers",
+            code="verify.plan-not-exact",
+            fix="verify --resume an exact plan",
         )
 
 

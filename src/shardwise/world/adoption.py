@@ -36,6 +36,7 @@ def adopt_group(*, local_rank: int | None, device: str | torch.device | None, **
             said = f"{name}={running[name]}" if name in running else "its own"
             raise WorldError(
                 f"{name}={value} was asked, but a process group is already running with {said}",
+                code="world.group-differs",
                 fix=f"leave {name} out to adopt that group, or call world() before init_process_group",
             )
     place = find_identity(running["rank"], running["world_size"], local_rank)

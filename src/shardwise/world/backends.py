@@ -37,6 +37,7 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
     if device.type not in devices:
         raise WorldError(
             f"backend {name!r} moves tensors of {', '.join(devices)} only, and the device is {device}",
+            code="world.backend-device-mismatch",
             fix=f"use backend='gloo', or a {next(iter(devices))} device",
         )
     return name
@@ -60,18 +61,27 @@ def _per_device(name: str) -> dict[str, str]:
         device, colon, backend = part.strip().partition(":")
         if not (device and colon and backend):
             raise WorldError(
-                f"backend {name!r} has a part {part!r}", fix="write device and backend, such as cpu:gloo,cuda:nccl"
+                f"backend {name!r} has a part {part!r}",
+                code="world.backend-syntax",
+                fix="write device and backend, such as cpu:gloo,cuda:nccl",
             )
         if torch_backend(backend) == GROUP_NAME:
             raise WorldError(
                 f"backend {name!r} has mpi for {device} alone, which only a torch built with MPI can",
+                code="world.backend-mpi-partial",
                 fix="use backend='mpi' for the whole world, or cpu:gloo",
             )
         if device in devices:
-            raise WorldError(f"backend {name!r} names device {device} twice", fix="name each device once")
+            raise WorldError(
+                f"backend {name!r} names device {device} twice",
+                code="world.backend-device-repeated",
+                fix="name each device once",
+            )
         if device not in _capability(backend):
             raise WorldError(
-                f"backend {backend!r} cannot move tensors of {device}", fix="write it as cpu:gloo,cuda:nccl"
+                f"backend {backend!r} cannot move tensors of {device}",
+                code="world.backend-device-mismatch",
+                fix="write it as cpu:gloo,cuda:nccl",
             )
         devices[device] = backend
     return devices
@@ -87,7 +97,9 @@ def _capability(backend: str) -> list[str]:
     if torch_backend(backend) == GROUP_NAME:
         return ["cpu"]
     if backend not in registered:
-        raise WorldError(f"there is no backend {backend!r}", fix=nearest(backend, registered))
+        raise WorldError(
+            f"there is no backend {backend!r}", code="world.unknown-backend", fix=nearest(backend, registered)
+        )
     return registered[backend]
 
 
@@ -95,4 +107,6 @@ def _check_available(backend: str) -> None:
     if torch_backend(backend) == GROUP_NAME and find_spec("mpi4py") is None:
         raise MissingExtraError.of("backend 'mpi' with this torch", "mpi")
     if backend in _AVAILABLE and not _AVAILABLE[backend]():
-        raise WorldError(f"the installed torch has no backend {backend!r}", fix=_WHERE[backend])
+        raise WorldError(
+            f"the installed torch has no backend {backend!r}", code="world.backend-not-available", fix=_WHERE[backend]
+        )

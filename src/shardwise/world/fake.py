@@ -19,9 +19,13 @@ if TYPE_CHECKING:
 def fake_world(size: int, rank: int = 0, device: str = "cpu") -> World:
     """Return `rank` of a world of `size` whose collectives return at once and move nothing."""
     if dist.is_initialized():
-        raise WorldError("a process group is already running", fix="close it before a fake world")
+        raise WorldError(
+            "a process group is already running", code="world.already-running", fix="close it before a fake world"
+        )
     if not 0 <= rank < size:
-        raise WorldError(f"rank {rank} is outside a fake world of {size}", fix="use 0 to size - 1")
+        raise WorldError(
+            f"rank {rank} is outside a fake world of {size}", code="world.rank-out-of-range", fix="use 0 to size - 1"
+        )
     store = _fake_store()
     dist.init_process_group("fake", store=store, rank=rank, world_size=size)
     identity = Identity(rank=rank, world_size=size, local_rank=rank, local_world_size=size, source="fake")
@@ -42,6 +46,7 @@ def _fake_store() -> Store:
     except ImportError as error:
         raise WorldError(
             f"torch {torch.__version__} has no fake process group where shardwise looks for it",
+            code="world.no-fake-backend",
             fix="pip install torch==2.13.0",
         ) from error
     return FakeStore()

@@ -18,9 +18,17 @@ def find_identity(rank: int | None, world_size: int | None, local_rank: int | No
         identity = identify()
     elif rank is None or world_size is None:
         given, other = ("rank", "world_size") if world_size is None else ("world_size", "rank")
-        raise WorldError(f"{given} was given without {other}", fix="pass both, or leave both to the launcher")
+        raise WorldError(
+            f"{given} was given without {other}",
+            code="world.rank-incomplete",
+            fix="pass both, or leave both to the launcher",
+        )
     elif not 0 <= rank < world_size:
-        raise WorldError(f"rank {rank} is outside a world of {world_size}", fix=f"use 0 to {world_size - 1}")
+        raise WorldError(
+            f"rank {rank} is outside a world of {world_size}",
+            code="world.rank-out-of-range",
+            fix=f"use 0 to {world_size - 1}",
+        )
     else:
         identity = _recall(rank, world_size)
     return identity if local_rank is None else replace(identity, local_rank=local_rank, local_rank_assumed=False)

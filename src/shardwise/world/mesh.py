@@ -25,6 +25,7 @@ def build_mesh(layout: Layout, *, world_size: int, device_type: str) -> DeviceMe
         fits = world_size % others == 0
         raise WorldError(
             f"layout {layout} needs {layout.world_size} ranks, the world has {world_size}",
+            code="layout.world-size-mismatch",
             fix=f"set replicate={world_size // others}" if fits else f"start a multiple of {others} ranks",
         )
     cut = {axis: degree for axis, degree in zip(AXES, layout.degrees, strict=True) if degree > 1} or {"replicate": 1}

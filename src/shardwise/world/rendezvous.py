@@ -49,6 +49,7 @@ def parse_meeting(init_method: str) -> Meeting:
     if not separator or scheme not in _SCHEMES:
         raise WorldError(
             f"init_method {init_method!r} is none of env://, tcp://host:port, file:///path",
+            code="rendezvous.unknown-scheme",
             fix=nearest(scheme, _SCHEMES),
         )
     if scheme == "env":
@@ -56,7 +57,9 @@ def parse_meeting(init_method: str) -> Meeting:
     if scheme == "file":
         if not rest.startswith("/") or rest.endswith("/"):
             raise WorldError(
-                f"init_method {init_method!r} has no absolute path of a file", fix="write file:///folder/file"
+                f"init_method {init_method!r} has no absolute path of a file",
+                code="rendezvous.file-path-invalid",
+                fix="write file:///folder/file",
             )
         return Meeting(scheme="file", path=Path(rest))
     return _parse_tcp(init_method)
@@ -81,10 +84,15 @@ def _parse_tcp(init_method: str) -> Meeting:
     except ValueError:
         host, port, parts = None, None, None
     if not host or not port:
-        raise WorldError(f"init_method {init_method!r} has no host and port", fix="write tcp://host:port")
+        raise WorldError(
+            f"init_method {init_method!r} has no host and port",
+            code="rendezvous.endpoint-invalid",
+            fix="write tcp://host:port",
+        )
     if parts is None or parts.path or parts.query:
         raise WorldError(
             f"init_method {init_method!r} says more than host and port",
+            code="rendezvous.endpoint-invalid",
             fix=f"write tcp://{host}:{port} and pass rank= and world_size=",
         )
     return Meeting(scheme="tcp", host=host, port=port)
@@ -97,6 +105,7 @@ def _join_env(rank: int, world_size: int, timeout_s: float) -> Store:
         missing = [name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if value is None]
         raise WorldError(
             f"{world_size} ranks are to meet by env://, but {' and '.join(missing)} is not set",
+            code="rendezvous.master-not-set",
             fix=f"export {' and '.join(missing)}, or start the ranks with torchrun",
         )
     _resolve(host, port, timeout_s)
@@ -144,11 +153,17 @@ def _loopback_listener(meeting: Meeting) -> int | None:
 def _open_file(meeting: Meeting, world_size: int) -> Store:
     # torch would try to open a file without a folder for five minutes.
     if not meeting.path.parent.is_dir():
-        raise WorldError(f"{meeting} lies in no folder", fix=f"mkdir -p {meeting.path.parent}")
+        raise WorldError(
+            f"{meeting} lies in no folder", code="rendezvous.file-folder-missing", fix=f"mkdir -p {meeting.path.parent}"
+        )
     try:
         meeting.path.touch()
     except OSError as error:
-        raise WorldError(f"{meeting} cannot be written: {error.strerror}", fix="choose another path") from error
+        raise WorldError(
+            f"{meeting} cannot be written: {error.strerror}",
+            code="rendezvous.file-write-failed",
+            fix="choose another path",
+        ) from error
     return FileStore(str(meeting.path), world_size)
 
 
@@ -163,7 +178,9 @@ def _announce(store: Store, meeting: Meeting, rank: int, world_size: int, timeou
         verdict = _wait_for_verdict(store, meeting, world_size, timeout_s)
     except RuntimeError as error:
         raise WorldError(
-            f"rank {rank} lost the store at {meeting} while ranks were joining", fix="see what rank 0 says"
+            f"rank {rank} lost the store at {meeting} while ranks were joining",
+            code="rendezvous.store-lost",
+            fix="see what rank 0 says",
         ) from error
     if verdict != _GO:
         raise _refused(meeting, int(verdict))
@@ -179,6 +196,7 @@ def _wait_for_verdict(store: Store, meeting: Meeting, world_size: int, timeout_s
             raise WorldError(
                 f"after {timeout_s:g} s at {meeting}, {len(missing)} of {world_size} ranks have not come:"
                 f" {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}",
+                code="rendezvous.timeout",
                 fix="start every rank with the same init_method and world_size",
             )
         time.sleep(min(0.5, max(0.002, waited_s / 20)))
@@ -193,10 +211,12 @@ def _refused(meeting: Meeting, rank: int) -> WorldError:
     if meeting.scheme == "file":
         return WorldError(
             f"{meeting} was left behind by an earlier run, or two processes came as rank {rank}",
+            code="rendezvous.file-stale",
             fix=f"rm {shlex.quote(str(meeting.path))}",
         )
     return WorldError(
         f"two processes came to {meeting} as rank {rank}",
+        code="rendezvous.rank-repeated",
         fix="give every process its own rank, and every job its own port",
     )
 
@@ -212,7 +232,9 @@ def _resolve(host: str, port: int, timeout_s: float) -> None:
                 time.sleep(0.5)
                 continue
             raise WorldError(
-                f"host {host!r} did not resolve for {patience_s:g} s", fix="use an address this machine can look up"
+                f"host {host!r} did not resolve for {patience_s:g} s",
+                code="rendezvous.host-not-resolved",
+                fix="use an address this machine can look up",
             ) from error
         return
 
@@ -224,15 +246,19 @@ def _network_error(error: RuntimeError, endpoint: str, rank: int, timeout_s: flo
     if "clients joined" in text:
         return WorldError(
             f"after {timeout_s:g} s at {endpoint} ranks are missing ({text.splitlines()[0]})",
+            code="rendezvous.timeout",
             fix="start every rank with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE",
         )
     return WorldError(
         f"rank {rank} could not reach {endpoint} within {timeout_s:g} s ({text.splitlines()[0]})",
+        code="rendezvous.unreachable",
         fix="start rank 0 there and let this machine reach the port",
     )
 
 
 def _port_error(endpoint: str, reason: str | None) -> WorldError:
     return WorldError(
-        f"rank 0 cannot listen at {endpoint}: {reason}", fix="choose a free port (MASTER_PORT, or tcp://host:port)"
+        f"rank 0 cannot listen at {endpoint}: {reason}",
+        code="rendezvous.listen-failed",
+        fix="choose a free port (MASTER_PORT, or tcp://host:port)",
     )

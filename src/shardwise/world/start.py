@@ -58,8 +58,7 @@ def world(
             device=device,
             pg_options=pg_options,
         )
-    if timeout_s is not None and not 0 < timeout_s < math.inf:
-        raise WorldError(f"timeout_s={timeout_s:g} is no time limit", fix="use a number of seconds above 0")
+    _check_timeout(timeout_s)
     identity = find_identity(rank, world_size, local_rank)
     chosen = choose_device(default_device(backend) if device is None else device, identity)
     name = choose_backend(backend, chosen)
@@ -87,6 +86,15 @@ def world(
     )
 
 
+def _check_timeout(timeout_s: float | None) -> None:
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
+        raise WorldError(
+            f"timeout_s={timeout_s:g} is no time limit",
+            code="world.timeout-invalid",
+            fix="use a number of seconds above 0",
+        )
+
+
 def find_meeting(
     identity: Identity, init_method: str | None, store: Store | None, *, over_mpi: bool = False
 ) -> Meeting | str:
@@ -95,11 +103,14 @@ def find_meeting(
     `over_mpi` they need no place: "mpi".
     """
     if init_method is not None and store is not None:
-        raise WorldError("both init_method and store were given", fix="pass one of them")
+        raise WorldError(
+            "both init_method and store were given", code="world.store-with-init-method", fix="pass one of them"
+        )
     meeting = Meeting(scheme="env") if init_method is None else parse_meeting(init_method)
     if identity.source == "alone" and (store is not None or meeting.scheme != "env"):
         raise WorldError(
             f"{'a store' if store is not None else meeting} was given, but nothing says which rank this is",
+            code="world.rank-unknown",
             fix="pass rank= and world_size=, or start the ranks with a launcher",
         )
     if store is not None:
@@ -117,6 +128,7 @@ def find_meeting(
         where = "on several nodes" if identity.master_addr is None else "without naming its job"
         raise EnvironmentVariablesError(
             f"MPI started {identity.world_size} ranks {where}, and {name} is not set",
+            code="rendezvous.master-not-set",
             fix=f"export {name}=<{'host of rank 0' if identity.master_addr is None else 'a free port'}> and pass it on"
             f" (mpirun -x {name}, mpiexec -genvlist), or use backend='mpi', which needs neither",
         )
@@ -147,6 +159,7 @@ def _start_group(
                 dist.destroy_process_group()
         raise WorldError(
             f"rank {identity.rank} could not start {backend}: {str(error).splitlines()[0]}",
+            code="world.backend-start-failed",
             fix="see whether every rank started, and whether they can reach each other",
         ) from error
     return hosts

@@ -148,11 +148,7 @@ class World:
     def group(self, ranks: Iterable[int]) -> ProcessGroup | None:
         """Communicate to make a group of `ranks`, called on every rank; None on those outside it."""
         members = list(ranks)
-        if not members or len(set(members)) < len(members) or not set(members) <= set(range(self.size)):
-            raise WorldError(
-                f"ranks {members} make no group in a world of {self.size}",
-                fix=f"name at least one rank, each once, 0 to {self.size - 1}",
-            )
+        _check_members(members, self.size)
         group = dist.new_group(members, timeout=timedelta(seconds=self.timeout_s))
         return group if self.rank in members else None
 
@@ -242,9 +238,18 @@ class World:
         dist.destroy_process_group()
 
 
+def _check_members(members: Sequence[int], size: int) -> None:
+    if not members or len(set(members)) < len(members) or not set(members) <= set(range(size)):
+        raise WorldError(
+            f"ranks {members} make no group in a world of {size}",
+            code="world.group-ranks-invalid",
+            fix=f"name at least one rank, each once, 0 to {size - 1}",
+        )
+
+
 def running_group() -> ProcessGroup:
     """Return the default process group."""
     group = dist.group.WORLD
     if group is None:
-        raise WorldError("no process group is running", fix="call world() first")
+        raise WorldError("no process group is running", code="world.not-running", fix="call world() first")
     return group
