@@ -1,6 +1,7 @@
 """Search proposes nothing that `train` refuses: both ask the same rules."""
 
 import dataclasses
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import PlanError
+from shardwise.errors import JobError, PlanError
 from shardwise.hardware.calibration import default_calibration
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.parallel import support
@@ -72,9 +73,9 @@ def tokens_job(**changes):
     return sw.Job(**{**fields, **changes})
 
 
-def points_job(model, features=(6,)):
+def points_job(model, features=(6,), **changes):
     sample = (torch.zeros(features), torch.tensor(1))
-    return tokens_job(model=model, data=lambda split: [sample] * 64, loss=sw.losses.cross_entropy)
+    return tokens_job(model=model, data=lambda split: [sample] * 64, loss=sw.losses.cross_entropy, **changes)
 
 
 JOBS = {
@@ -86,7 +87,7 @@ JOBS = {
 }
 
 
-def answer_of(subject):
+def answer_of(subject, *, exhaustive=True):
     question = Question(
         model=subject.model,
         cluster=FOUR,
@@ -96,7 +97,7 @@ def answer_of(subject):
         optimizer=subject.optimizer,
         accepts=subject.accepts,
     )
-    return search(question, exhaustive=True)
+    return search(question, exhaustive=exhaustive)
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -129,6 +130,59 @@ def test_pipeline_is_not_proposed_for_a_model_that_its_stages_would_refuse_in_th
     answer = answer_of(job_subject(job, FOUR, describe, accepts=ModelRules(job)))
     assert {candidate.plan.layout.pp for candidate in answer.candidates} == {1}
     assert "uses on one side of it what it registers on the other" in reason(answer, "pp")
+
+
+def muon(named):
+    """Orthogonalizes whole matrices: right on whole parameters alone."""
+    return torch.optim.Muon([parameter for _, parameter in named if parameter.ndim == 2], lr=0.01)
+
+
+class Listed(nn.Module):
+    """Keeps a registered parameter in a plain list as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = [nn.Parameter(torch.ones(6))]
+        self.register_parameter("scale", self.scales[0])
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x * self.scale)
+        return x
+
+
+class Hooked(Block):
+    """Puts a hook on a parameter before the module registers it."""
+
+    def __init__(self):
+        super().__init__()
+        scale = nn.Parameter(torch.ones(6))
+        scale.register_hook(lambda gradient: gradient * 2)
+        self.scale = scale
+
+    def forward(self, x):
+        return super().forward(x * self.scale)
+
+
+@pytest.mark.parametrize(
+    ("job", "families", "words"),
+    [
+        (points_job(Twins, optimizer=muon), {"ddp"}, "optimizer Muon gives other updates on shards"),
+        (points_job(Listed), {"ddp", "zero1"}, r"scale is also kept in the attribute scales\[0\]"),
+        (points_job(Hooked), {"ddp", "zero1"}, "scale has a gradient hook"),
+    ],
+    ids=["optimizer", "listed", "hooked"],
+)
+def test_plans_that_split_parameters_are_not_proposed_where_train_would_refuse_them(job, families, words):
+    answer = answer_of(job_subject(job, FOUR, describe, accepts=ModelRules(job)), exhaustive=False)
+    assert {candidate.family for candidate in answer.candidates} == families
+    assert re.search(words, answer.families["zero3"].detail)
+
+
+def test_optimizer_that_looks_at_whole_tensors_is_refused_under_tensor_parallelism_before_any_rank_starts():
+    with pytest.raises(JobError, match="optimizer Muon gives other updates on shards"):
+        check_model(tokens_job(optimizer=muon), sw.Plan.preset("tp", 2, batch_size=16))
 
 
 @pytest.mark.parametrize(("version", "is_refused"), [("2.11.0+cu130", True), ("2.13.0", False)])

@@ -15,7 +15,7 @@ from shardwise.hardware import available_memory
 from shardwise.job.engine import is_mlx
 from shardwise.job.generators import seed_generators
 from shardwise.parallel.blocks import find_blocks
-from shardwise.parallel.module_state import differing_values, generator_states
+from shardwise.parallel.module_state import differing_values, generator_states, second_references
 from shardwise.parallel.skeleton import Skeleton, skeleton
 from shardwise.parallel.weight_files import open_weights
 from shardwise.parallel.weights import BuiltWeights, DrawnWeights, FileWeights, StreamedWeights
@@ -186,12 +186,14 @@ def structure(make_model: Callable[[], nn.Module], seed: int) -> Skeleton:
         return found._replace(drew=generator_states() != before)
     # Some models read their weights while they are built. Then every rank builds a whole one and forgets it.
     module = build_model(make_model, seed)
+    references = tuple(second_references(module))
     forgotten = {id(old): nn.Parameter(old.to("meta"), old.requires_grad) for old in module.parameters()}
     for part in module.modules():
         for name, old in part._parameters.items():  # noqa: SLF001 - no setattr hooks; tied ones stay tied
             if old is not None:
                 part._parameters[name] = forgotten[id(old)]  # noqa: SLF001
-    return Skeleton(module, None, ("what it computes from its weights while it is built",))
+    lost = ("what it computes from its weights while it is built",)
+    return Skeleton(module, None, lost, references=references)
 
 
 def _checked(model: object) -> nn.Module:

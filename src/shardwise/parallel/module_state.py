@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 _REGISTERED = {"_parameters", "_buffers", "_modules"}
 _DEPTH = 4
@@ -23,6 +23,23 @@ def plain_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
         for key, value in vars(part).items():
             if key not in _REGISTERED and not key.endswith(("_hooks", "_hooks_with_kwargs")):
                 yield from _leaves(f"{path}.{key}" if path else key, value, _DEPTH)
+
+
+def second_references(
+    module: nn.Module, originals: Mapping[int, nn.Parameter] | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yield (parameter, attribute) for every registered parameter that an attribute refers to as well.
+
+    `originals` are the parameters that others have replaced in the module, by the id of the replacement.
+    """
+    names: dict[int, str] = {}
+    for name, parameter in module.named_parameters():
+        names[id(parameter)] = name
+        if originals and id(parameter) in originals:
+            names[id(originals[id(parameter)])] = name
+    for place, value in plain_values(module):
+        if id(value) in names:
+            yield names[id(value)], place
 
 
 def has_hooks(parameter: Tensor) -> bool:

@@ -90,6 +90,11 @@ def check_sharded_updates(optimizer: Optimizer) -> None:
         )
 
 
+def trial_shape(parameter: Tensor) -> list[int]:
+    """Return the shape of a trial tensor in the place of `parameter`."""
+    return [min(size, _LARGEST) for size in parameter.shape]
+
+
 def _samples(parameters: Sequence[DTensor]) -> list[DTensor]:
     """Return one parameter of each number of dimensions and placement."""
     found: dict[Any, DTensor] = {}
@@ -131,8 +136,7 @@ def _placed(whole: Tensor, like: DTensor) -> DTensor:
 
 def _draw(like: DTensor, seed: int) -> Tensor:
     """Return numbers for a small tensor in the place of `like`, the same on every rank."""
-    shape = [min(size, _LARGEST) for size in like.shape]
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    drawn = torch.randn(trial_shape(like), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return drawn.to(like.to_local().device)
 
 

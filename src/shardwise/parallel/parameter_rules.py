@@ -13,18 +13,24 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from shardwise.errors import JobError
-from shardwise.parallel.module_state import accumulation_hooks, has_hooks, plain_values
+from shardwise.parallel.module_state import accumulation_hooks, has_hooks, second_references
 from shardwise.plan.cost.stages import SPLIT_BACKWARD
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from shardwise.plan import Plan
 
 Attributes = dict[str, dict[str, Any]]
 """Attributes of parameters by the parameter's name."""
 
 
-def check_parameters(module: nn.Module, plan: Plan) -> None:
-    """Refuse parameters with something attached that the plan would lose; `module` is not yet under the plan."""
+def check_parameters(module: nn.Module, plan: Plan, references: Iterable[tuple[str, str]] | None = None) -> None:
+    """Refuse parameters with something attached that the plan would lose; `module` is not yet under the plan.
+
+    `references` are the (parameter, attribute) pairs of a model whose parameters were moved to the meta device, which
+    cannot be found in it any more; without them they are looked up.
+    """
     is_replaced = plan.zero >= 2 or plan.layout.tp > 1 or plan.engine == "deepspeed"
     # Such schedules compute gradients of weights apart, by torch.autograd.grad, which runs no hook of a parameter.
     splits_backward = plan.layout.pp > 1 and plan.pipeline.schedule in SPLIT_BACKWARD
@@ -47,7 +53,12 @@ def check_parameters(module: nn.Module, plan: Plan) -> None:
                 code="support.parameter-subclass",
             )
     if is_replaced or plan.layout.pp > 1:
-        _refuse_second_references(module, plan)
+        for name, place in second_references(module) if references is None else references:
+            raise _refusal(
+                f"{name} is also kept in the attribute {place}, where {_name(plan)} would leave a weight that is not"
+                " trained",
+                code="support.parameter-second-reference",
+            )
 
 
 def check_dense(module: nn.Module) -> None:
@@ -83,17 +94,6 @@ def copy_attributes(attributes: dict[str, Any], parameter: nn.Parameter) -> None
     """Set attributes that the parameter lacks."""
     own = vars(parameter)
     own.update({key: value for key, value in attributes.items() if key not in own})
-
-
-def _refuse_second_references(module: nn.Module, plan: Plan) -> None:
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    for place, value in plain_values(module):
-        if id(value) in names:
-            raise _refusal(
-                f"{names[id(value)]} is also kept in the attribute {place}, where {_name(plan)} would leave a weight"
-                " that is not trained",
-                code="support.parameter-second-reference",
-            )
 
 
 def _name(plan: Plan) -> str:

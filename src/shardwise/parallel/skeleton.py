@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.parallel.module_state import has_hooks, plain_values
+from shardwise.parallel.module_state import has_hooks, plain_values, second_references
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -51,6 +51,8 @@ class Skeleton(NamedTuple):
     """What the model that is built for real has and this one has not."""
     drew: bool = False
     """Whether building it moved a random generator, as nothing on meta does."""
+    references: tuple[tuple[str, str], ...] = ()
+    """(parameter, attribute) for every registered parameter that an attribute refers to as well."""
 
 
 def skeleton(make_model: Callable[[], nn.Module]) -> Skeleton:
@@ -66,18 +68,19 @@ def skeleton(make_model: Callable[[], nn.Module]) -> Skeleton:
         model: Any = make_model()
     if not isinstance(model, nn.Module):
         return Skeleton(model, None, ())
-    lost = tuple(_lost(model, originals))
+    lost, references = tuple(_lost(model, originals)), tuple(second_references(model, originals))
+    _take_over_hooks(model, originals)
     if not callable(getattr(model, "init_weights", None)):
-        return Skeleton(model, None, lost)
+        return Skeleton(model, None, lost, references=references)
     made, recorder = recorder, _Recorder()
     try:
         with recorder:
             model.init_weights()  # type: ignore[operator]
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
-        return Skeleton(model, None, lost)  # it reads weights, or wants arguments
+        return Skeleton(model, None, lost, references=references)  # it reads weights, or wants arguments
     recipes = {name: made.tail(parameter, recorder) for name, parameter in model.named_parameters()}
     known = {name: recipe for name, recipe in recipes.items() if recipe is not None}
-    return Skeleton(model, known if len(known) == len(recipes) else None, lost)
+    return Skeleton(model, known if len(known) == len(recipes) else None, lost, references=references)
 
 
 def _lost(model: nn.Module, originals: Mapping[int, nn.Parameter]) -> Iterator[str]:
@@ -95,6 +98,15 @@ def _lost(model: nn.Module, originals: Mapping[int, nn.Parameter]) -> Iterator[s
             yield f"a parameter kept in {place}"
         elif isinstance(value, Tensor) and value.is_meta:
             yield f"a tensor in {place}, computed from weights"
+
+
+def _take_over_hooks(model: nn.Module, originals: Mapping[int, nn.Parameter]) -> None:
+    """Show on a parameter the hooks that its original has: rules look for them in the model on meta."""
+    for parameter in model.parameters():
+        original = originals.get(id(parameter))
+        if original is not None and has_hooks(original):
+            parameter._backward_hooks = original._backward_hooks  # noqa: SLF001 - torch has no public name for it
+            parameter._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks  # noqa: SLF001
 
 
 def draw(recipe: Recipe, value: Tensor, *, name: str, seed: int) -> None:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from shardwise.data.tokens import check_token_loss
-from shardwise.errors import PlanError
+from shardwise.errors import JobError, PlanError
 from shardwise.parallel.adapters import add_adapters
 from shardwise.parallel.blueprint import structure
 from shardwise.parallel.context_rules import check_context
@@ -21,11 +21,15 @@ from shardwise.parallel.stages import check_stages, count_layers, find_layers
 from shardwise.parallel.support import require_supported
 from shardwise.parallel.tensor_rules import check_tensor, find_rules
 from shardwise.step.captured import check_shapes
+from shardwise.train.optimizer_trial import try_on_shards
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
     from shardwise.job import Job
+    from shardwise.parallel.skeleton import Skeleton
     from shardwise.plan import Plan
 
 
@@ -34,6 +38,8 @@ class ModelRules:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._tried: dict[bool, JobError | None] = {}
+        """What the trial of the optimizer on shards refused, by whether tensor parallelism splits them."""
 
     def __call__(self, plan: Plan) -> None:
         """Raise PlanError or JobError for a plan that cannot split this model: heads, layers, ties; or train this job.
@@ -51,7 +57,7 @@ class ModelRules:
         job, layout = self._job, plan.layout
         if plan.precision.parameter != "fp64":  # there the whole model is made fp64
             check_dtypes(self._module, plan, adapted=job.lora is not None)
-        check_parameters(self._module, plan)
+        check_parameters(self._module, plan, self._skeleton.references)
         if plan.fused_loss:
             find_head(self._module)
         if layout.cp > 1:
@@ -59,18 +65,37 @@ class ModelRules:
         if layout.tp > 1:
             rules = find_rules(self._module, job.tensor_rules)
             check_tensor(self._module, layout.tp, rules, sequence=plan.sequence_parallel)
+            self._try_optimizer(by_tensor=True, trial=lambda: try_on_shards(job.optimizer, self._module, rules))
+        if plan.zero and plan.engine == "torch":
+            self._try_optimizer(by_tensor=False, trial=lambda: try_on_shards(job.optimizer, self._module))
         if layout.pp > 1:
             layers = find_layers(self._module, job.layers)
             num_layers = count_layers(self._module, layers)
             check_pipeline(plan, num_layers)
             check_stages(self._module, cut_layers(plan, num_layers), layers)
 
+    def _try_optimizer(self, *, by_tensor: bool, trial: Callable[[], None]) -> None:
+        """Raise what the trial of the optimizer raises; it is made once for all plans."""
+        if by_tensor not in self._tried:
+            try:
+                trial()
+                self._tried[by_tensor] = None
+            except JobError as error:
+                self._tried[by_tensor] = error
+        refusal = self._tried[by_tensor]
+        if refusal is not None:
+            raise refusal
+
     @cached_property
-    def _module(self) -> nn.Module:
-        module = structure(self._job.model, self._job.seed).module
+    def _skeleton(self) -> Skeleton:
+        found = structure(self._job.model, self._job.seed)
         if self._job.lora is not None:
-            add_adapters(module, self._job.lora)
-        return module
+            add_adapters(found.module, self._job.lora)
+        return found
+
+    @property
+    def _module(self) -> nn.Module:
+        return self._skeleton.module
 
 
 def check_model(job: Job, plan: Plan) -> None:
