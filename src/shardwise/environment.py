@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from shardwise.environment_numbers import number, rank_and_size, required_number
 from shardwise.errors import EnvironmentVariablesError
 from shardwise.hostlist import expand_hosts
 
@@ -70,9 +71,11 @@ def identify(environ: Mapping[str, str] | None = None) -> Identity:
 def master_endpoint(environ: Mapping[str, str] | None = None) -> tuple[str | None, int | None]:
     """Return MASTER_ADDR and MASTER_PORT, None where unset."""
     environ = os.environ if environ is None else environ
-    port = _number(environ, "MASTER_PORT")
+    port = number(environ, "MASTER_PORT")
     if port is not None and not 0 < port < 2**16:
-        raise EnvironmentVariablesError(f"MASTER_PORT={port} is not a port", fix="use 1 to 65535")
+        raise EnvironmentVariablesError(
+            f"MASTER_PORT={port} is not a port", code="env.port-invalid", fix="use 1 to 65535"
+        )
     return environ.get("MASTER_ADDR") or None, port
 
 
@@ -92,7 +95,7 @@ def has_own_gpu(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether SLURM shows each task its own GPU, which is then cuda:0 for every rank."""
     environ = os.environ if environ is None else environ
     # srun --gpus-per-task=1 itself sets neither: then a task is told of fewer GPUs than its node has.
-    told, has = environ.get("SLURM_STEP_GPUS"), _number(environ, "SLURM_GPUS_ON_NODE") or 0
+    told, has = environ.get("SLURM_STEP_GPUS"), number(environ, "SLURM_GPUS_ON_NODE") or 0
     return bool(told and len(told.split(",")) < has) or bool({"SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"} & set(environ))
 
 
@@ -193,7 +196,7 @@ def _own_cores() -> int:
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> Identity | None:
-    rank, size = _rank_and_size(environ, "RANK", "WORLD_SIZE")
+    rank, size = rank_and_size(environ, "RANK", "WORLD_SIZE")
     if rank is None or size is None:
         return None
     slurm = _from_slurm(environ)
@@ -201,7 +204,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> Identity | None:
     addr, port = master_endpoint(environ)
     source = "shardwise" if _OURS in environ else "torchrun"
     identity = Identity(rank=rank, world_size=size, source=source, master_addr=addr, master_port=port)
-    local_rank = _number(environ, "LOCAL_RANK")
+    local_rank = number(environ, "LOCAL_RANK")
     if local_rank is not None:
         return _placed(identity, local_rank, environ)
     if slurm is not None and slurm.world_size == size:
@@ -212,28 +215,31 @@ def _from_torchrun(environ: Mapping[str, str]) -> Identity | None:
 def _placed(identity: Identity, local_rank: int, environ: Mapping[str, str]) -> Identity:
     """Return `identity` with its place on its node, as LOCAL_* and GROUP_* tell it."""
     rank, size = identity.rank, identity.world_size
-    local_size = _number(environ, "LOCAL_WORLD_SIZE")
+    local_size = number(environ, "LOCAL_WORLD_SIZE")
     if local_size is None:
-        local_size = _number(environ, "LOCAL_SIZE")  # DeepSpeed's name for it
+        local_size = number(environ, "LOCAL_SIZE")  # DeepSpeed's name for it
     if local_size is None:
         if local_rank != rank:
             raise EnvironmentVariablesError(
                 f"RANK={rank} with LOCAL_RANK={local_rank} means several nodes, but LOCAL_WORLD_SIZE is not set",
+                code="env.local-size-missing",
                 fix="export LOCAL_WORLD_SIZE=<ranks on this node>",
             )
         local_size = size
     if local_rank >= local_size:
         raise EnvironmentVariablesError(
             f"LOCAL_RANK={local_rank} is not below LOCAL_WORLD_SIZE={local_size}",
+            code="env.local-rank-too-large",
             fix=f"use LOCAL_RANK 0 to {local_size - 1}",
         )
     if local_size > size:
         raise EnvironmentVariablesError(
             f"LOCAL_WORLD_SIZE={local_size} is more than WORLD_SIZE={size}",
+            code="env.local-size-too-large",
             fix="count the ranks of this node in LOCAL_WORLD_SIZE and those of all nodes in WORLD_SIZE",
         )
-    node = _number(environ, "GROUP_RANK")
-    nodes = _number(environ, "GROUP_WORLD_SIZE")
+    node = number(environ, "GROUP_RANK")
+    nodes = number(environ, "GROUP_WORLD_SIZE")
     return replace(
         identity,
         local_rank=local_rank,
@@ -248,10 +254,11 @@ def _compare_with_slurm(environ: Mapping[str, str], rank: int, size: int, slurm:
     if slurm is None or slurm.world_size == 1:
         return
     tasks = slurm.world_size
-    agents = _number(environ, "GROUP_WORLD_SIZE")
+    agents = number(environ, "GROUP_WORLD_SIZE")
     if agents is not None and agents != tasks:
         raise EnvironmentVariablesError(
             f"SLURM started {tasks} tasks but torchrun counts {agents} agents",
+            code="env.slurm-agents-mismatch",
             fix=f"srun --ntasks={agents} torchrun ..., or torchrun --nnodes={tasks} with one rendezvous endpoint",
         )
     if agents is None and (size, rank) != (tasks, slurm.rank):
@@ -259,28 +266,29 @@ def _compare_with_slurm(environ: Mapping[str, str], rank: int, size: int, slurm:
             f"SLURM started {tasks} tasks but WORLD_SIZE={size}"
             if size != tasks
             else f"SLURM_PROCID={slurm.rank} but RANK={rank}",
+            code="env.slurm-rank-mismatch",
             fix="unset RANK and WORLD_SIZE: SLURM's own variables are enough",
         )
 
 
 def _from_openmpi(environ: Mapping[str, str]) -> Identity | None:
-    rank, size = _rank_and_size(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    rank, size = rank_and_size(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
     if rank is None or size is None:
         return None
-    local_rank = _required(environ, "OMPI_COMM_WORLD_LOCAL_RANK")
-    local_size = _required(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    local_rank = required_number(environ, "OMPI_COMM_WORLD_LOCAL_RANK")
+    local_size = required_number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
     port = None if job is None else _port_of(job)
     return _mpi_identity(environ, "openmpi", (rank, size), (local_rank, local_size), port)
 
 
 def _from_pmi(environ: Mapping[str, str]) -> Identity | None:
-    rank, size = _rank_and_size(environ, "PMI_RANK", "PMI_SIZE")
+    rank, size = rank_and_size(environ, "PMI_RANK", "PMI_SIZE")
     # srun --mpi=pmi2 sets PMI_RANK too, without Hydra's local variables: SLURM's own say more.
     if rank is None or size is None or ("MPI_LOCALRANKID" not in environ and _in_srun_step(environ)):
         return None
-    local_rank = _required(environ, "MPI_LOCALRANKID")
-    local_size = _required(environ, "MPI_LOCALNRANKS")
+    local_rank = required_number(environ, "MPI_LOCALRANKID")
+    local_size = required_number(environ, "MPI_LOCALNRANKS")
     return _mpi_identity(environ, "pmi", (rank, size), (local_rank, local_size), _HYDRA_PORT)
 
 
@@ -307,7 +315,7 @@ def _mpi_identity(
 
 
 def _in_srun_step(environ: Mapping[str, str]) -> bool:
-    step = _number(environ, "SLURM_STEP_ID")
+    step = number(environ, "SLURM_STEP_ID")
     return "SLURM_PROCID" in environ and step is not None and step < _FIRST_SPECIAL_STEP
 
 
@@ -315,17 +323,17 @@ def _from_slurm(environ: Mapping[str, str]) -> Identity | None:
     if not _in_srun_step(environ):
         return None  # a batch or salloc shell has SLURM_PROCID=0 as well, and is no rank
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-    rank, size = _rank_and_size(environ, "SLURM_PROCID", tasks)
+    rank, size = rank_and_size(environ, "SLURM_PROCID", tasks)
     if rank is None or size is None:
         return None
-    node = _number(environ, "SLURM_NODEID") or 0
+    node = number(environ, "SLURM_NODEID") or 0
     hosts = expand_hosts(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or _LOOPBACK)
     addr, port = master_endpoint(environ)
     job = f"{environ.get('SLURM_JOB_ID', '0')}.{environ['SLURM_STEP_ID']}"
     return Identity(
         rank=rank,
         world_size=size,
-        local_rank=_required(environ, "SLURM_LOCALID"),
+        local_rank=required_number(environ, "SLURM_LOCALID"),
         local_world_size=_tasks_on_node(environ, node, size, len(hosts)),
         node_rank=node,
         num_nodes=len(hosts),
@@ -348,45 +356,6 @@ _LAUNCHERS: tuple[Callable[[Mapping[str, str]], Identity | None], ...] = (
     _from_pmi,  # before SLURM, for the same reason
     _from_slurm,
 )
-
-
-def _rank_and_size(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int | None, int | None]:
-    rank, size = _number(environ, rank_name), _number(environ, size_name)
-    if rank is None and size is None:
-        return None, None
-    if rank is None or size is None:
-        present, absent = (size_name, rank_name) if rank is None else (rank_name, size_name)
-        raise EnvironmentVariablesError(
-            f"{present}={environ[present]} is set but {absent} is not", fix=f"export {absent}, or unset {present}"
-        )
-    if size == 0:
-        raise EnvironmentVariablesError(f"{size_name}=0 leaves no rank", fix=f"use {size_name} of at least 1")
-    if rank >= size:
-        raise EnvironmentVariablesError(
-            f"{rank_name}={rank} is not below {size_name}={size}", fix=f"use {rank_name} 0 to {size - 1}"
-        )
-    return rank, size
-
-
-def _number(environ: Mapping[str, str], name: str) -> int | None:
-    text = environ.get(name)
-    if text is None or text == "":
-        return None
-    if not re.fullmatch(r"[0-9]+", text.strip()):
-        raise EnvironmentVariablesError(
-            f"{name}={text!r} is not a whole number of at least 0", fix=f"export or unset {name}"
-        )
-    return int(text)
-
-
-def _required(environ: Mapping[str, str], name: str) -> int:
-    number = _number(environ, name)
-    if number is None:
-        raise EnvironmentVariablesError(
-            f"{name} is not set beside the other variables of its launcher",
-            fix="export RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT yourself",
-        )
-    return number
 
 
 def _port_of(job: str) -> int:

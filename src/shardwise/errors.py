@@ -18,7 +18,7 @@ class ShardwiseError(Exception):
 
     exit_code: ClassVar[int] = 1
 
-    def __init__(self, fact: str, *, code: str = "", fix: str = "") -> None:
+    def __init__(self, fact: str, *, code: str, fix: str = "") -> None:
         super().__init__(fact, code, fix)
         self.fact = fact
         self.code = code

@@ -11,7 +11,9 @@ def expand_hosts(text: str) -> tuple[str, ...]:
     """Return the hosts of a SLURM node list such as "n[0-2,07],x", in its order."""
     hosts = [host for word in _words(text) for host in _expand(word, text)]
     if not hosts:
-        raise EnvironmentVariablesError(f"SLURM's node list {text!r} names no host", fix="export MASTER_ADDR")
+        raise EnvironmentVariablesError(
+            f"SLURM's node list {text!r} names no host", code="env.slurm-nodelist-empty", fix="export MASTER_ADDR"
+        )
     return tuple(hosts)
 
 
@@ -25,7 +27,9 @@ def _expand(word: str, text: str) -> list[str]:
     if match is None:
         if re.search(r"[\[\]\s]", word):
             raise EnvironmentVariablesError(
-                f"SLURM's node list {text!r} has a part {word!r} that cannot be read", fix="export MASTER_ADDR"
+                f"SLURM's node list {text!r} has a part {word!r} that cannot be read",
+                code="env.slurm-nodelist-syntax",
+                fix="export MASTER_ADDR",
             )
         return [word]
     head, ranges, tail = match.groups()
@@ -38,7 +42,9 @@ def _numbers(part: str, text: str) -> list[str]:
     match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
     if match is None:
         raise EnvironmentVariablesError(
-            f"SLURM's node list {text!r} has a range {part!r} that cannot be read", fix="export MASTER_ADDR"
+            f"SLURM's node list {text!r} has a range {part!r} that cannot be read",
+            code="env.slurm-nodelist-syntax",
+            fix="export MASTER_ADDR",
         )
     first, last = match[1], match[2] or match[1]
     return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]

@@ -17,7 +17,7 @@ def test_results_come_back_by_rank():
 def test_first_failing_ranks_own_exception_is_raised_with_its_traceback():
     def body(world):
         if world.rank == 1:
-            raise JobError("rank one is unhappy", fix="cheer it up")
+            raise JobError("rank one is unhappy", code="job.not-a-job", fix="cheer it up")
         world.barrier()
 
     with pytest.raises(JobError, match="unhappy") as caught:

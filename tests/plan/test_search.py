@@ -131,7 +131,7 @@ def test_nothing_fits_is_an_answer():
 def test_a_refused_family_says_why():
     def refuse(plan):
         if plan.zero == 3:
-            raise PlanError("zero 3 is out of fashion", fix="use another")
+            raise PlanError("zero 3 is out of fashion", code="support.zero3", fix="use another")
 
     answer = search(asked("gpt2-xl on 4xA100-40GB", 64, accepts=refuse))
     assert answer.families["zero3"] == Rejected(family="zero3", reason="impossible", detail="zero 3 is out of fashion")

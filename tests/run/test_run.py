@@ -70,8 +70,8 @@ def test_failure_of_an_earlier_version_has_no_code(tmp_path):
 
 
 def test_errors_survive_pickling():
-    error = pickle.loads(pickle.dumps(JobError("fact", fix="fix")))
-    assert (type(error), str(error)) == (JobError, "fact: fix")
+    error = pickle.loads(pickle.dumps(JobError("fact", code="job.not-a-job", fix="fix")))
+    assert (type(error), str(error), error.code) == (JobError, "fact: fix", "job.not-a-job")
 
 
 @pytest.mark.parametrize(

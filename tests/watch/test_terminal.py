@@ -57,7 +57,7 @@ def test_run_of_a_plain_script_shows_what_its_launcher_told(tmp_path):
 
 def test_rank_table_of_a_stopped_run_is_readable_in_80_and_120_columns(tmp_path):
     run = large_run(tmp_path / "run", ranks=2, steps=2_000, per_event=20)
-    stopped = StoppedError("asked to stop, saved at step 17", fix="run it again to continue")
+    stopped = StoppedError("asked to stop, saved at step 17", code="train.stopped", fix="run it again to continue")
     with launch_log(run) as log:
         for rank in range(2):
             log.exit(rank, stopped.exit_code, stopped=True, failure=describe_failure(stopped, rank))

@@ -53,7 +53,9 @@ def fit_alpha_beta(points: Sequence[Point]) -> AlphaBeta:
     """
     if len({num_bytes for num_bytes, _ in points}) < 2 or any(seconds <= 0 for _, seconds in points):
         raise InputError(
-            f"{len(points)} points do not make a line", fix="measure two sizes or more, in seconds above 0"
+            f"{len(points)} points do not make a line",
+            code="bench.too-few-points",
+            fix="measure two sizes or more, in seconds above 0",
         )
     return _fit(points, None)[0]
 

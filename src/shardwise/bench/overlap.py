@@ -85,10 +85,13 @@ def check_plan(plan: Plan) -> None:
     """Refuse a plan of which there is nothing to measure."""
     require_supported(plan)
     if plan.layout.world_size == 1:
-        raise PlanError("one rank has nobody to communicate with", fix="use --nproc 2 or more")
+        raise PlanError(
+            "one rank has nobody to communicate with", code="bench.too-few-ranks", fix="use --nproc 2 or more"
+        )
     if plan.layout.pp > 1:
         raise PlanError(
             f"plan {plan.layout} has stages, which wait for what the others send: without it there is no step",
+            code="bench.overlap-pipeline",
             fix="use a plan without pp",
         )
 

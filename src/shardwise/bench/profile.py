@@ -79,9 +79,17 @@ class StepProfile:
 def check_trace_path(path: Path) -> None:
     """Refuse a path that no trace can be written to; call it before measuring."""
     if not path.name.endswith(_TRACES):
-        raise InputError(f"--trace {path} is of no known kind", fix="end its name with .json or .json.gz")
+        raise InputError(
+            f"--trace {path} is of no known kind",
+            code="bench.trace-extension",
+            fix="end its name with .json or .json.gz",
+        )
     if not path.parent.is_dir():
-        raise InputError(f"there is no folder {path.parent} for the trace", fix=f"mkdir -p {path.parent}")
+        raise InputError(
+            f"there is no folder {path.parent} for the trace",
+            code="cli.output-folder-missing",
+            fix=f"mkdir -p {path.parent}",
+        )
 
 
 def trace_path(path: Path, rank: int, num_files: int) -> Path:

@@ -36,11 +36,14 @@ def read_pattern(text: str) -> re.Pattern[str]:
         pattern = re.compile(text)
     except re.error as error:
         raise InputError(
-            f"--pattern {text!r} is no regular expression ({error})", fix="quote what stands for itself"
+            f"--pattern {text!r} is no regular expression ({error})",
+            code="bench.pattern-not-regex",
+            fix="quote what stands for itself",
         ) from None
     if pattern.groups != 1:
         raise InputError(
             f"--pattern {text!r} has {pattern.groups} groups",
+            code="bench.pattern-group-count",
             fix=r"put one around the number, as in '([0-9.]+) samples/s'",
         )
     return pattern
@@ -54,7 +57,9 @@ def find_rates(pattern: re.Pattern[str], text: str) -> list[float]:
             found.append(float(number.replace(",", "")))
         except ValueError:
             raise InputError(
-                f"--pattern found {number!r}, which is no number", fix="let its group hold digits"
+                f"--pattern found {number!r}, which is no number",
+                code="bench.pattern-not-number",
+                fix="let its group hold digits",
             ) from None
     return found[1:] if len(found) > 2 else found
 
@@ -113,6 +118,7 @@ def _rates(pattern: re.Pattern[str], output: list[str], script: Script, ranks: i
             return rates
     raise InputError(
         f"--pattern {pattern.pattern!r} matches no number above 0 in what {script.path} wrote on {ranks} ranks",
+        code="bench.pattern-unmatched",
         fix=f"look at it: shardwise launch --nproc {ranks} {script.path}",
     )
 
@@ -127,7 +133,7 @@ def _run(script: Script, ranks: int, starter: Starter) -> tuple[float, list[str]
         if outcome.interrupted:
             raise KeyboardInterrupt
         if root_cause(outcome.exits) is not None or outcome.lost:
-            raise RankFailedError(explain_outcome(outcome, run))
+            raise RankFailedError(explain_outcome(outcome, run), code="bench.script-failed")
         return seconds, [_written(run, rank) for rank in range(ranks)]
 
 

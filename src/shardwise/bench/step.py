@@ -94,10 +94,13 @@ def rehearse(
     """Run `rank` of the plan's world for a few steps on the device at hand; the other ranks are fake."""
     size = plan.layout.world_size
     if not 0 <= rank < size:
-        raise InputError(f"--rank {rank} is not in a world of {size}", fix=f"use 0 to {size - 1}")
+        raise InputError(
+            f"--rank {rank} is not in a world of {size}", code="bench.rank-out-of-range", fix=f"use 0 to {size - 1}"
+        )
     if plan.layout.pp > 1:
         raise PlanError(
             f"plan {plan.layout} has stages, which send each other shapes, and a fake world has nobody to answer",
+            code="bench.fake-world-pipeline",
             fix=f"use a plan without pp, or real ranks: --nproc {size}",
         )
     with fake_world(size, rank, device) as here:

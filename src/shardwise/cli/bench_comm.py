@@ -158,6 +158,7 @@ def _check_start(spec: CommSpec, nproc: int | None) -> int | None:
     if spec.root >= smallest:
         raise InputError(
             f"--root {spec.root} is outside a group of {smallest} ranks",
+            code="bench.root-out-of-range",
             fix=f"use 0 to {smallest - 1}, or more --nproc",
         )
     if not gpus:
@@ -171,7 +172,9 @@ def _check_folder(path: Path) -> None:
     from shardwise.errors import InputError
 
     if not path.parent.is_dir() or path.is_dir():
-        raise InputError(f"{path} cannot be written", fix="name a file in a folder that is there")
+        raise InputError(
+            f"{path} cannot be written", code="cli.output-not-writable", fix="name a file in a folder that is there"
+        )
 
 
 def _measure(spec: CommSpec) -> CommMeasurement:

@@ -29,7 +29,9 @@ def _numbers(_context: click.Context, option: click.Parameter, text: str | None)
     except ValueError:
         values = ()
     if not values or not all(0 < value < float("inf") for value in values):
-        raise InputError(f"{option.opts[0]} is {text!r}", fix="write numbers above 0, such as 1,5,25")
+        raise InputError(
+            f"{option.opts[0]} is {text!r}", code="cli.number-list-invalid", fix="write numbers above 0, such as 1,5,25"
+        )
     return values
 
 
@@ -112,7 +114,11 @@ def _check_files(out: Path | None, report: Path | None) -> None:
     if report is not None:
         check_report_path(report)
     if out is not None and (out.suffix != ".toml" or not out.parent.is_dir()):
-        raise InputError(f"--out {out} is no place for a plan", fix="name a .toml file in a folder that is there")
+        raise InputError(
+            f"--out {out} is no place for a plan",
+            code="bench.plan-path-invalid",
+            fix="name a .toml file in a folder that is there",
+        )
 
 
 def _settings(
@@ -125,11 +131,21 @@ def _settings(
 
     kind = f"plan {plan.layout} (zero {plan.zero})"
     if buckets is not None and not uses_ddp(plan):
-        raise InputError(f"--buckets are DDP's, and {kind} has none", fix="use --plan ddp, or leave it out")
+        raise InputError(
+            f"--buckets are DDP's, and {kind} has none",
+            code="bench.buckets-without-ddp",
+            fix="use --plan ddp, or leave it out",
+        )
     if prefetch is not None and plan.zero < 2:
-        raise InputError(f"--prefetch is for cut weights, and {kind} keeps them whole", fix="use --plan fsdp")
+        raise InputError(
+            f"--prefetch is for cut weights, and {kind} keeps them whole",
+            code="bench.prefetch-without-shards",
+            fix="use --plan fsdp",
+        )
     if prefetch is not None and not all(depth == int(depth) for depth in prefetch):
-        raise InputError("--prefetch counts blocks", fix="use whole numbers, such as 1,2,4")
+        raise InputError(
+            "--prefetch counts blocks", code="bench.prefetch-not-whole", fix="use whole numbers, such as 1,2,4"
+        )
     return vary(plan, buckets=buckets or BUCKETS_MB, prefetches=tuple(int(depth) for depth in prefetch or PREFETCHES))
 
 
@@ -157,7 +173,9 @@ def _write_plan(plan: Plan, out: Path) -> None:
     try:
         out.write_text(plan_to_toml(plan))
     except OSError as error:
-        raise InputError(f"{out} cannot be written ({error.strerror})", fix="name another place") from None
+        raise InputError(
+            f"{out} cannot be written ({error.strerror})", code="cli.output-write-failed", fix="name another place"
+        ) from None
 
 
 def _write_report(found: Sequence[Overlap], advice: Advice, title: str, device: str, path: Path) -> None:

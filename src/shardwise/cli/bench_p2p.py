@@ -87,13 +87,18 @@ def _check_ranks(nproc: int | None, device: str | None, backend: str | None) -> 
 
     size = identify().world_size
     if max(nproc or 1, size) < 2:
-        raise InputError("one rank for p2p has nobody to send to", fix="use --nproc 2, or start two ranks")
+        raise InputError(
+            "one rank for p2p has nobody to send to",
+            code="bench.too-few-ranks",
+            fix="use --nproc 2, or start two ranks",
+        )
     if size > 1:
         return
     gpus = len(probe_gpus()) if device != "cpu" else 0
     if 0 < gpus < (nproc or 1) and backend != "gloo":
         raise InputError(
             f"--nproc {nproc} with nccl needs a GPU for each rank, and {gpus} can be seen",
+            code="launch.nproc-exceeds-gpus",
             fix="add --backend gloo, whose ranks may share one, or --device cpu",
         )
     this_device(device, 1)

@@ -60,7 +60,9 @@ def command(*, script: str, arguments: tuple[str, ...], as_json: bool, report: P
     me = identify()
     if me.world_size > 1:
         raise InputError(
-            f"bench scaling starts its own ranks, and {me.source} has started this one", fix="run it by itself"
+            f"bench scaling starts its own ranks, and {me.source} has started this one",
+            code="cli.starts-own-ranks",
+            fix="run it by itself",
         )
     if report is not None:
         check_report_path(report)
@@ -79,13 +81,17 @@ def _is_job(script: str) -> bool:
     path_text, colon, _ = script.partition(":")
     path = Path(path_text)
     if not path.is_file():
-        raise InputError(f"{path_text} is not there", fix="name a Python file: a job or a script")
+        raise InputError(
+            f"{path_text} is not there", code="cli.file-not-found", fix="name a Python file: a job or a script"
+        )
     if colon:
         return True
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
-        raise InputError(f"{path_text} is not Python", fix="name a Python file: a job or a script") from None
+        raise InputError(
+            f"{path_text} is not Python", code="cli.not-python", fix="name a Python file: a job or a script"
+        ) from None
     assigned = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
     return any(isinstance(target, ast.Name) and target.id == "job" for target in assigned)
 
@@ -100,10 +106,14 @@ def _read_ranks(options: dict[str, Any]) -> tuple[int, ...]:
     if text is None:
         return powers_of_two(nproc or len(probe_gpus()) or usable_cores())
     if nproc is not None:
-        raise InputError(f"--ranks {text} says how many, and --nproc {nproc} too", fix="leave one out")
+        raise InputError(
+            f"--ranks {text} says how many, and --nproc {nproc} too", code="cli.options-conflict", fix="leave one out"
+        )
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise InputError(f"--ranks is {text!r}", fix="write numbers of ranks, such as 1,2,4")
+        raise InputError(
+            f"--ranks is {text!r}", code="cli.number-list-invalid", fix="write numbers of ranks, such as 1,2,4"
+        )
     return tuple(sorted({int(part) for part in parts}))
 
 
@@ -174,11 +184,17 @@ def _measure_script(script: str, arguments: tuple[str, ...], options: dict[str, 
 
     for name, option in _OF_A_JOB.items():
         if options[name]:
-            raise InputError(f"{option} is for a job, and {script} is run as a script", fix="write it after the script")
+            raise InputError(
+                f"{option} is for a job, and {script} is run as a script",
+                code="cli.option-not-applicable",
+                fix="write it after the script",
+            )
     pattern = read_pattern(options["pattern"]) if options["pattern"] is not None else None
     if pattern is not None and options["mode"]:
         raise InputError(
-            f"--mode {options['mode']} is for wall times, and --pattern reads a throughput", fix="leave one out"
+            f"--mode {options['mode']} is for wall times, and --pattern reads a throughput",
+            code="cli.options-conflict",
+            fix="leave one out",
         )
     ranks, cores, gpus = _read_ranks(options), usable_cores(), len(probe_gpus())
     read_nproc(str(max(ranks)), num_gpus=gpus, num_cores=cores)

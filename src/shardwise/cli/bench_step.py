@@ -107,14 +107,19 @@ def _check(me: Identity, *, nproc: int | None, fake_world: int | None, rank: int
         asked = f"--nproc {nproc}" if nproc else f"--fake-world {fake_world}"
         raise InputError(
             f"{asked} inside a world of {me.world_size} ranks that {me.source} started",
+            code="cli.option-inside-world",
             fix="leave it out, or run it by itself",
         )
     if fake_world and nproc:
         raise InputError(
-            f"--fake-world {fake_world} runs in one process, and --nproc {nproc} starts more", fix="leave one out"
+            f"--fake-world {fake_world} runs in one process, and --nproc {nproc} starts more",
+            code="cli.options-conflict",
+            fix="leave one out",
         )
     if rank and not fake_world:
-        raise InputError(f"--rank {rank} is for a fake world", fix="add --fake-world N")
+        raise InputError(
+            f"--rank {rank} is for a fake world", code="cli.option-not-applicable", fix="add --fake-world N"
+        )
 
 
 def _profile_spec(*, profiled: bool, trace: Path | None, report: Path | None) -> ProfileSpec | None:

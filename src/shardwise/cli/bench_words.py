@@ -32,6 +32,7 @@ def load_torch_job(reference: JobReference) -> Job:
     if engine_of(job) == "mlx":
         raise InputError(
             f"bench measures models of torch, and that of {reference.name} is MLX's",
+            code="support.mlx-model",
             fix="shardwise train it, which tells samples per second",
         )
     return job

@@ -87,11 +87,16 @@ def prune(path: Path, *, rules: str) -> int:
     keep = parse_keep(rules)
     rows = list_checkpoints(path, deep=False)
     if [row.path for row in rows] == [path]:
-        raise InputError(f"{path} is one checkpoint", fix="name the run directory or the folder it is in")
+        raise InputError(
+            f"{path} is one checkpoint",
+            code="checkpoint.single-checkpoint",
+            fix="name the run directory or the folder it is in",
+        )
     metrics = {name for row in rows for name in row.metrics}
     if keep.metric and keep.metric not in metrics:
         raise InputError(
             f"no checkpoint in {path} tells a metric {keep.metric!r}",
+            code="checkpoint.metric-unknown",
             fix=nearest(keep.metric, metrics) if metrics else "",
         )
     removed = CheckpointFolder(rows[0].path.parent).prune(keep, deep=True)
@@ -131,7 +136,11 @@ def convert(
         complain(f"host peak: {in_units(peak_bytes)} of tensors at a time")
 
     if (stage is None) != (nproc is None):
-        raise InputError("--zero and --nproc go together", fix="give both, or neither for a universal checkpoint")
+        raise InputError(
+            "--zero and --nproc go together",
+            code="cli.options-incomplete",
+            fix="give both, or neither for a universal checkpoint",
+        )
     cut = None if stage is None or nproc is None else Cut(stage, nproc)
     show_conversion(write(source, target, kind, weights=weights, step=step, config=config, cut=cut, announce=announce))
     return DONE

@@ -84,7 +84,11 @@ def command(*, script: str, arguments: tuple[str, ...], is_script: bool, as_json
 
     me = identify()
     if me.world_size > 1:
-        raise InputError(f"drills start their own ranks, and {me.source} has started this one", fix="run it by itself")
+        raise InputError(
+            f"drills start their own ranks, and {me.source} has started this one",
+            code="cli.starts-own-ranks",
+            fix="run it by itself",
+        )
     kinds = _kinds(options["drills"], is_script=is_script)
     subject = _script(script, arguments, options) if is_script else _job(script, arguments, options)
     with _folder(options["run_dir"]) as (folder, failed):
@@ -105,6 +109,7 @@ def _kinds(asked: Sequence[str], *, is_script: bool) -> list[Kind]:
     if is_script and (beyond := [kind for kind in OF_JOBS if kind in asked]):
         raise InputError(
             f"--drill {beyond[0]} is about checkpoints of a job, and --script has its own",
+            code="cli.option-not-applicable",
             fix="drill a job, or leave it out",
         )
     able = [kind for kind in KINDS if not is_script or kind not in OF_JOBS]
@@ -126,17 +131,24 @@ def _job(job: str, arguments: tuple[str, ...], options: dict[str, Any]) -> Subje
 
     if arguments:
         raise InputError(
-            f"{job} is a job and takes no argument {arguments[0]!r}", fix="put options before it, or add --script"
+            f"{job} is a job and takes no argument {arguments[0]!r}",
+            code="cli.unexpected-argument",
+            fix="put options before it, or add --script",
         )
     lengths = [text for text in options["settings"] if text.partition("=")[0].strip() in LENGTHS]
     if lengths:
-        raise InputError(f"--set {lengths[0]} is the length of the job", fix="use --steps for that of a drill")
+        raise InputError(
+            f"--set {lengths[0]} is the length of the job",
+            code="doctor.drill-length-set",
+            fix="use --steps for that of a drill",
+        )
     steps, nproc = options["steps"] or _STEPS, options["nproc"]
     reference, overrides = split_settings(job, (*options["settings"], f"steps={steps}"))
     loaded = load_job(reference)
     if engine_of(loaded) == "mlx":
         raise InputError(
             f"drills come with steps of torch's optimizers, and the model of {job} is MLX's",
+            code="support.mlx-model",
             fix="shardwise verify --resume kills and resumes it",
         )
     where = this_device(options["device"], nproc)
@@ -173,7 +185,11 @@ def _script(path: str, arguments: tuple[str, ...], options: dict[str, Any]) -> S
     from shardwise.launch.target import check_target
 
     if given := [option for name, option in _OF_A_JOB.items() if options[name]]:
-        raise InputError(f"{given[0]} is for a job, and --script says that {path} is none", fix="leave one of them out")
+        raise InputError(
+            f"{given[0]} is for a job, and --script says that {path} is none",
+            code="cli.option-not-applicable",
+            fix="leave one of them out",
+        )
     target = Script(path, arguments)
     check_target(target)
     spec = LaunchSpec(target=target, nproc=options["nproc"], preload=PRELOAD)
@@ -188,7 +204,9 @@ def _folder(named: Path | None) -> Iterator[tuple[Path, list[DrillResult]]]:
     failed: list[DrillResult] = []
     if named is not None:
         if named.exists() and (not named.is_dir() or any(named.iterdir())):
-            raise InputError(f"--run-dir {named} is not empty", fix="name another folder")
+            raise InputError(
+                f"--run-dir {named} is not empty", code="run.directory-not-empty", fix="name another folder"
+            )
         yield named, failed
         return
     folder = Path(tempfile.mkdtemp(prefix="shardwise-drill-"))

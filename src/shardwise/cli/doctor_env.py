@@ -33,7 +33,11 @@ def command(*, preset: str | None, as_shell: bool, nproc: int, path: Path | None
 
     if as_shell:
         if preset is None:
-            raise InputError("--export prints a preset, and none is named", fix="add --preset gcp, or another")
+            raise InputError(
+                "--export prints a preset, and none is named",
+                code="cli.options-incomplete",
+                fix="add --preset gcp, or another",
+            )
         say(_shell_lines(preset))
         return 0
     verdicts = _lint(preset, nproc) if path is None else _effects(path)
@@ -84,7 +88,7 @@ def _effects(path: Path) -> list[Verdict]:
         asked = msgspec.json.decode(run.environment.read_bytes(), type=dict[str, str])
     except (OSError, msgspec.DecodeError):
         raise InputError(
-            f"{path} is no run directory: it has no environment.json", fix="name one below runs/"
+            f"{path} is no run directory: it has no environment.json", code="run.not-a-run", fix="name one below runs/"
         ) from None
     return run_effects(asked, run)
 

@@ -42,11 +42,17 @@ def start_elsewhere(*, grace_s: float, dry_run: bool = False) -> int | None:
     if not asked or asked == ["slurm"]:
         return None
     if len(asked) > 1:
-        raise LaunchError(f"--{asked[0]} and --{asked[1]} contradict each other", fix="use one of them")
+        raise LaunchError(
+            f"--{asked[0]} and --{asked[1]} contradict each other", code="cli.options-conflict", fix="use one of them"
+        )
     for name in ("node_rank", "local_addr", "rdzv_endpoint", "standalone", "warm"):
         if context.params.get(name) and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
             option = name.replace("_", "-")
-            raise LaunchError(f"--{option} is for one machine, and --{asked[0]} is for many", fix="leave it out")
+            raise LaunchError(
+                f"--{option} is for one machine, and --{asked[0]} is for many",
+                code="cli.option-not-applicable",
+                fix="leave it out",
+            )
     if asked == ["hosts"]:
         return _on_hosts(context, grace_s, dry_run=dry_run)
     return _on_kubernetes(context, grace_s)
@@ -58,7 +64,11 @@ def _on_hosts(context: click.Context, grace_s: float, *, dry_run: bool) -> int:
     hosts = read_hosts(context.params["hosts"])
     least, most = (len(hosts), len(hosts)) if not _is_typed(context, "nnodes") else read_nodes(context.params["nnodes"])
     if most != len(hosts):
-        raise LaunchError(f"--nnodes {most} and --hosts names {len(hosts)}", fix=f"use --nnodes {len(hosts)}")
+        raise LaunchError(
+            f"--nnodes {most} and --hosts names {len(hosts)}",
+            code="launch.nnodes-hosts-mismatch",
+            fix=f"use --nnodes {len(hosts)}",
+        )
 
     if "job" in context.params:
         _refuse_unequal(hosts, context.params["nproc"] or 1)
@@ -93,6 +103,7 @@ def _refuse_unequal(hosts: Sequence[HostSpec], usual: int) -> None:
             raise LaunchError(
                 f"train --hosts has {slots[0]} ranks on {hosts[0].name} and {number} on {host.name}, and a plan is for"
                 " as many on every host",
+                code="launch.unequal-slots",
                 fix=f"use {min(slots)} on every host",
             )
 

@@ -107,6 +107,7 @@ def _compare_jobs(here: World, reference: JobReference) -> None:
     if different:
         raise JobError(
             f"{reference.path} is another file on ranks {different} than on rank 0",
+            code="job.file-differs",
             fix="copy the same file to all nodes",
         )
 

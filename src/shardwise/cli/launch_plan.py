@@ -50,7 +50,9 @@ class SettledLaunch:
 def settle_target(script: str, arguments: tuple[str, ...], options: Mapping[str, Any]) -> Target:
     """Return what ranks will run; what cannot be found is refused."""
     if options["module"] and options["no_python"]:
-        raise LaunchError("--module and --no-python contradict each other", fix="use one of them")
+        raise LaunchError(
+            "--module and --no-python contradict each other", code="cli.options-conflict", fix="use one of them"
+        )
     target: Target = Script(script, arguments)
     if options["module"]:
         target = Module(script, arguments)
@@ -64,11 +66,17 @@ def settle_launch(target: Target, options: Mapping[str, Any]) -> SettledLaunch:
     """Check every option; nothing is started yet."""
     if options["warm"] and (options["start_method"] == "spawn" or options["no_python"]):
         raise LaunchError(
-            "--warm forks ranks, and --start-method spawn or --no-python starts fresh processes", fix="leave one out"
+            "--warm forks ranks, and --start-method spawn or --no-python starts fresh processes",
+            code="cli.options-conflict",
+            fix="leave one out",
         )
     equality = equality_variables(options)
     if equality and isinstance(target, Program):
-        raise LaunchError("--check-replicas and --deterministic are for Python", fix="leave them or --no-python out")
+        raise LaunchError(
+            "--check-replicas and --deterministic are for Python",
+            code="cli.option-not-applicable",
+            fix="leave them or --no-python out",
+        )
     nodes = settle_nodes(options)
     hang = None if isinstance(target, Program) else settle_hang(options)
     num_gpus = len(probe_gpus())

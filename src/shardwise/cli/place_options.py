@@ -43,6 +43,7 @@ def _settle_device(context: click.Context, _option: click.Parameter, asked: str 
     if asked not in (None, "cpu"):
         raise LaunchError(
             f"--device {asked}, but --backend mpi carries tensors of the CPU alone",
+            code="world.backend-device-mismatch",
             fix="leave --device out, or use --backend nccl",
         )
     return "cpu"

@@ -149,17 +149,25 @@ def _translated(
     from shardwise.plan.toml import read_plan
 
     if from_json is None and nproc is not None:
-        raise InputError("--nproc is for --from-deepspeed", fix="give --cluster")
+        raise InputError("--nproc is for --from-deepspeed", code="cli.option-not-applicable", fix="give --cluster")
     if from_json is not None:
         if model is not None or to_json is not None:
             other = model or f"--to-deepspeed {to_json}"
-            raise InputError(f"--from-deepspeed searches nothing, and {other} is given too", fix="leave one out")
+            raise InputError(
+                f"--from-deepspeed searches nothing, and {other} is given too",
+                code="cli.options-conflict",
+                fix="leave one out",
+            )
         read_deepspeed(from_json, out, num_ranks=nproc, batch_size=batch_size, precision=precision)  # type: ignore[arg-type]  # one of the choices above
         return True
     if model is None or not model.endswith(".toml"):
         return False
     if to_json is None:
-        raise InputError(f"{model} is a plan already", fix="give --to-deepspeed, or name a model or a job")
+        raise InputError(
+            f"{model} is a plan already",
+            code="plan.already-a-plan",
+            fix="give --to-deepspeed, or name a model or a job",
+        )
     write_deepspeed(read_plan(Path(model)), to_json, clip_norm=None, has_job=False)
     return True
 
@@ -168,7 +176,11 @@ def _required(model: str | None) -> str:
     from shardwise.errors import InputError
 
     if model is None:
-        raise InputError("nothing to plan is named", fix="name a published model, a job, or --from-deepspeed FILE")
+        raise InputError(
+            "nothing to plan is named",
+            code="plan.nothing-named",
+            fix="name a published model, a job, or --from-deepspeed FILE",
+        )
     return model
 
 
@@ -184,7 +196,11 @@ def _check_folders(files: dict[str, Path | None]) -> None:
 
     for option, path in files.items():
         if path is not None and not path.parent.is_dir():
-            raise InputError(f"{option} {path} is in a folder that is not there", fix="make the folder first")
+            raise InputError(
+                f"{option} {path} is in a folder that is not there",
+                code="cli.output-folder-missing",
+                fix="make the folder first",
+            )
 
 
 def _calibrate() -> None:
@@ -222,7 +238,11 @@ def _subject(
         )
     for option, value in (("--length", length), ("--lora", lora)):
         if value is not None:
-            raise InputError(f"{option} is for published models, and {model} is a job", fix="change the job's file")
+            raise InputError(
+                f"{option} is for published models, and {model} is a job",
+                code="cli.option-not-applicable",
+                fix="change the job's file",
+            )
     from shardwise.job import load_job, refer
     from shardwise.job.engine import engine_of
 
@@ -230,6 +250,7 @@ def _subject(
     if engine_of(job) == "mlx":
         raise InputError(
             f"the model of {model} is MLX's, and nothing is predicted of those: MLX trains replicas alone",
+            code="support.mlx-model",
             fix="shardwise train it, with --nproc 2 for two of them",
         )
     return job_subject(

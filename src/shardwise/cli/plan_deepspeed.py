@@ -52,7 +52,7 @@ def best_for_deepspeed(answer: Answer) -> Plan:
     from shardwise.engines.deepspeed.config import require_expressible
     from shardwise.errors import PlanError
 
-    refusal = PlanError("no plan fits", fix="use a larger cluster")
+    refusal = PlanError("no plan fits", code="plan.none-fits", fix="use a larger cluster")
     for candidate in answer.candidates:
         try:
             require_expressible(candidate.plan)

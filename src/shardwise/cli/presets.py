@@ -53,7 +53,7 @@ def settle_preset(name: str | None, *, nproc: int, num_gpus: int, uses_ddp: bool
     for rule in CERTAIN:
         for verdict in rule({**variables(""), **added}, here):
             if verdict.state == "fail":
-                raise LaunchError(f"{verdict.name}: {verdict.fact}", fix=verdict.fix)
+                raise LaunchError(f"{verdict.name}: {verdict.fact}", code="env.variable-unusable", fix=verdict.fix)
     return added
 
 

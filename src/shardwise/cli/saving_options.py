@@ -58,5 +58,9 @@ def _resumable(resume: str) -> str:
         return resume
     path = Path(resume)
     if not (path / "manifest.json").exists() and not any((path / name).is_dir() for name in ("", "checkpoints")):
-        raise InputError(f"--resume {resume} is no run directory and no checkpoint", fix="name one that is there")
+        raise InputError(
+            f"--resume {resume} is no run directory and no checkpoint",
+            code="checkpoint.resume-not-found",
+            fix="name one that is there",
+        )
     return str(path.resolve())

@@ -134,6 +134,7 @@ def _is_rank(me: Identity, backend: str | None, nproc: int | None) -> bool:
         return True
     raise LaunchError(
         "--backend mpi trains on ranks that mpirun has started, and it has not started this process",
+        code="launch.mpi-without-mpirun",
         fix=f"mpirun -n {nproc or 2} shardwise train ... --backend mpi",
     )
 
@@ -143,16 +144,19 @@ def _check_joining(me: Identity, nproc: int | None, sinks: tuple[SinkSpec, ...],
     if preset is not None:
         raise LaunchError(
             f"--preset {preset} is for ranks that shardwise starts, and {me.source} has started this one",
+            code="cli.option-inside-world",
             fix=f'leave it out, and run eval "$(shardwise doctor env --preset {preset} --export)" before {me.source}',
         )
     if sinks:
         raise LaunchError(
             f"--sink {sinks[0]} goes with ranks that shardwise starts, and {me.source} has started this one",
+            code="cli.option-inside-world",
             fix=f"leave it out, and run shardwise watch RUN --sink {sinks[0]} beside it",
         )
     if nproc is not None:
         raise LaunchError(
             f"--nproc {nproc} inside a world of {me.world_size} ranks that {me.source} started",
+            code="cli.nproc-inside-world",
             fix="leave --nproc out, or start shardwise by itself",
         )
 
@@ -173,7 +177,7 @@ def split_settings(job: str, settings: tuple[str, ...]) -> tuple[JobReference, d
     for key in overrides:
         name = key.partition(".")[0]
         if name not in job_fields | plan_fields:
-            raise InputError(f"--set {key}: there is no key {name!r}", fix=nearest_key(key))
+            raise InputError(f"--set {key}: there is no key {name!r}", code="cli.set-unknown-key", fix=nearest_key(key))
     of_job = {key: value for key, value in overrides.items() if key.partition(".")[0] in job_fields}
     of_plan = {key: value for key, value in overrides.items() if key not in of_job}
     return refer(job, of_job), of_plan
@@ -186,16 +190,23 @@ def this_device(asked: str | None, nproc: int, made_for: MadeFor = "torch") -> D
 
     if made_for == "mlx":
         if asked == "cuda":
-            raise LaunchError("--device cuda, but the job's model is MLX's, which finds its device", fix="leave it out")
+            raise LaunchError(
+                "--device cuda, but the job's model is MLX's, which finds its device",
+                code="support.mlx-device",
+                fix="leave it out",
+            )
         return MLX
     gpus = probe_gpus() if asked != "cpu" else ()
     if not gpus:
         if asked == "cuda":
-            raise LaunchError("--device cuda, but this machine shows no NVIDIA GPU", fix="use --device cpu")
+            raise LaunchError(
+                "--device cuda, but this machine shows no NVIDIA GPU", code="launch.no-gpu", fix="use --device cpu"
+            )
         return Device()
     if nproc > len(gpus):
         raise LaunchError(
             f"--nproc {nproc} is more than the {len(gpus)} GPUs that are visible",
+            code="launch.nproc-exceeds-gpus",
             fix=f"use --nproc {len(gpus)}, or --device cpu",
         )
     return Device(kind="cuda", has_bf16=all(gpu.has_bf16 for gpu in gpus), name=gpus[0].name)

@@ -80,16 +80,10 @@ def command(
     """
     from shardwise.cli.train import split_settings
     from shardwise.cli.verify_rules import check_options, propose_rules
-    from shardwise.environment import identify
-    from shardwise.errors import InputError
     from shardwise.verify import verify
     from shardwise.verify.report import markdown_table
 
-    me = identify()
-    if me.world_size > 1:
-        raise InputError(f"verify starts its own ranks, and {me.source} has started this one", fix="run it by itself")
-    if markdown is not None and not markdown.parent.is_dir():
-        raise InputError(f"--markdown {markdown} is in a folder that is not there", fix="make the folder first")
+    _check_place(markdown)
     reference, of_plans = split_settings(job, settings)
     exact: Exact = precision  # type: ignore[assignment]  # one of the two choices above
     more: dict[str, Any] = {"resume": resume, "backend": backend, "markdown": markdown, "out": out}
@@ -118,6 +112,26 @@ def command(
     return report.exit_code
 
 
+def _check_place(markdown: Path | None) -> None:
+    """Refuse a process that is a rank already, and a report that cannot be written."""
+    from shardwise.environment import identify
+    from shardwise.errors import InputError
+
+    me = identify()
+    if me.world_size > 1:
+        raise InputError(
+            f"verify starts its own ranks, and {me.source} has started this one",
+            code="cli.starts-own-ranks",
+            fix="run it by itself",
+        )
+    if markdown is not None and not markdown.parent.is_dir():
+        raise InputError(
+            f"--markdown {markdown} is in a folder that is not there",
+            code="cli.output-folder-missing",
+            fix="make the folder first",
+        )
+
+
 def _named(plans: str, settings: dict[str, str]) -> list[str] | None:
     """Return the plans that were typed, each with the settings for all of them; None for all there are."""
     from shardwise.errors import InputError
@@ -127,7 +141,11 @@ def _named(plans: str, settings: dict[str, str]) -> list[str] | None:
         return ["+".join([name, *(f"{key}={value}" for key, value in settings.items())]) for name in parse_plans(plans)]
     if settings:
         key = next(iter(settings))
-        raise InputError(f"--set {key} is a field of plans, and --plans all brings its own", fix="name the plans")
+        raise InputError(
+            f"--set {key} is a field of plans, and --plans all brings its own",
+            code="cli.option-not-applicable",
+            fix="name the plans",
+        )
     return None
 
 

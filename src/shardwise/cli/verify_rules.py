@@ -50,9 +50,17 @@ def check_options(
     from shardwise.errors import InputError
 
     if out is not None and not propose:
-        raise InputError(f"--out {out} is for tensor rules", fix="add --propose-rules, or write --markdown FILE")
+        raise InputError(
+            f"--out {out} is for tensor rules",
+            code="cli.option-not-applicable",
+            fix="add --propose-rules, or write --markdown FILE",
+        )
     if out is not None and not out.parent.is_dir():
-        raise InputError(f"--out {out} is in a folder that is not there", fix="make the folder first")
+        raise InputError(
+            f"--out {out} is in a folder that is not there",
+            code="cli.output-folder-missing",
+            fix="make the folder first",
+        )
     given = {
         "--plans": plans != "all",
         "--resume": resume,
@@ -61,9 +69,17 @@ def check_options(
     }
     named = [option for option, is_given in given.items() if is_given] + [f"--set {key}" for key in settings]
     if propose and named:
-        raise InputError(f"--propose-rules tries tp alone, and {named[0]} asks for more", fix="run one after the other")
+        raise InputError(
+            f"--propose-rules tries tp alone, and {named[0]} asks for more",
+            code="cli.options-conflict",
+            fix="run one after the other",
+        )
     if propose and nproc == 1:
-        raise InputError("--propose-rules tries rules with tp=1, and tp=1 cuts nothing", fix="use --nproc 2 or more")
+        raise InputError(
+            "--propose-rules tries rules with tp=1, and tp=1 cuts nothing",
+            code="verify.rules-one-rank",
+            fix="use --nproc 2 or more",
+        )
 
 
 def _as_python(rules: Mapping[str, str]) -> str:

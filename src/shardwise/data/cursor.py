@@ -57,7 +57,11 @@ def sample_ids(places: npt.NDArray[np.int64], *, seed: int, epoch: int, length: 
     fall inside (less than once on average). Cost and memory depend on the number of places alone.
     """
     if len(places) and (places.min() < 0 or places.max() >= length):
-        raise DataError(f"a place outside an epoch of {length} samples", fix="stay inside the epoch")
+        raise DataError(
+            f"a place outside an epoch of {length} samples",
+            code="data.position-outside-epoch",
+            fix="stay inside the epoch",
+        )
     bits = max(2, (length - 1).bit_length())
     keys = _round_keys(seed, epoch)
     ids = _permute(places.astype(np.uint64), bits, keys)

@@ -176,12 +176,18 @@ class StreamLoader:
             samples = self._sum(sum(rows))
             if samples == 0:
                 if index == 0:
-                    raise DataError("the training stream gave no sample", fix="check the dataset")
+                    raise DataError(
+                        "the training stream gave no sample", code="data.no-samples", fix="check the dataset"
+                    )
                 epoch, index, batches = epoch + 1, 0, iter(self._loader)
                 continue
             spare = _first_row(loaded[0]) if loaded else spare
             if spare is None:
-                raise DataError("the training stream has fewer samples than readers", fix="use fewer ranks")
+                raise DataError(
+                    "the training stream has fewer samples than readers",
+                    code="data.too-few-samples",
+                    fix="use fewer ranks",
+                )
             missing = self._accumulation - len(loaded)
             if done >= self._first_step:  # a stream is read again up to there
                 yield LoadedStep(
@@ -275,6 +281,7 @@ def dataset_of(job: Job, split: str) -> Any:
     if isinstance(dataset, DataLoader):
         raise DataError(
             f"Job.data returned a DataLoader for split {split!r}, and the job makes its own on every rank",
+            code="data.dataloader-given",
             fix="return its dataset; batch_size=, num_workers= and collate= belong to the Job",
         )
     return dataset
@@ -286,5 +293,7 @@ def dataset_length(dataset: Sized) -> int:
         return len(dataset)
     except TypeError:
         raise DataError(
-            f"{type(dataset).__name__} has no length", fix="give it __len__, or make it an IterableDataset"
+            f"{type(dataset).__name__} has no length",
+            code="data.dataset-without-length",
+            fix="give it __len__, or make it an IterableDataset",
         ) from None

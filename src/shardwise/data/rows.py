@@ -60,7 +60,11 @@ def num_rows(batch: Any) -> int:
     for tensor in tensors(batch):
         if tensor.ndim:
             return int(tensor.shape[0])
-    raise DataError(f"a batch of type {type(batch).__name__} holds no tensor", fix="collate samples into tensors")
+    raise DataError(
+        f"a batch of type {type(batch).__name__} holds no tensor",
+        code="data.batch-without-tensor",
+        fix="collate samples into tensors",
+    )
 
 
 RowMarks = tuple[bool, ...]
@@ -97,6 +101,7 @@ def cut_output(output: Any, rows: int, filled: int, marks: RowMarks | None = Non
     if not any(marks):
         raise JobError(
             f"a short step was filled to {filled} rows, and the model's output has no tensor with as many",
+            code="model.output-without-rows",
             fix="return tensors of shape [rows, ...], or give Loss(..., by_row=False)",
         )
     return cut_rows(output, rows, filled, marks)

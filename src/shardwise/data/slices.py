@@ -22,7 +22,7 @@ class Slices:
 
     def __post_init__(self) -> None:
         if self.length < 1:
-            raise DataError("the training set is empty", fix="give a dataset with samples")
+            raise DataError("the training set is empty", code="data.no-samples", fix="give a dataset with samples")
 
     @property
     def micro_batch(self) -> int:

@@ -28,11 +28,14 @@ def check_token_loss(job: Job) -> None:
         if isinstance(measure.count, str):
             raise PlanError(
                 f"cp cuts sequences, and the job's {name} counts samples, not tokens",
+                code="support.cp-loss-by-sample",
                 fix="use a loss by token such as sw.losses.token_cross_entropy, or cp 1",
             )
     if job.masks == "keyed":
         raise PlanError(
-            "cp cuts sequences, and keyed masks know no slices of a sample", fix="use cp 1, or --set masks=drawn"
+            "cp cuts sequences, and keyed masks know no slices of a sample",
+            code="support.cp-keyed-masks",
+            fix="use cp 1, or --set masks=drawn",
         )
 
 
@@ -61,6 +64,7 @@ class TokenCut:
                 return slices[self.index]
         raise JobError(
             "cp cuts sequences, and the loss counts more on whole ones than on their slices",
+            code="support.cp-loss-whole-sequences",
             fix="give a target for each token (sw.losses.token_cross_entropy, next_token), or use cp 1",
         )
 
@@ -69,6 +73,7 @@ class TokenCut:
             if not _adds_up(metric, batch, slices):
                 raise JobError(
                     f"cp cuts sequences, and metric {name} counts more on whole ones than on their slices",
+                    code="support.cp-metric-whole-sequences",
                     fix="give a metric by token, or use cp 1",
                 )
 
@@ -79,18 +84,21 @@ def _slice_length(batch: Any, size: int) -> int:
     if len(lengths) != 1:
         raise DataError(
             f"cp cuts dimension 1 of every tensor of a batch, and their sizes there are {sorted(lengths)}",
+            code="data.cp-unequal-lengths",
             fix="give tensors [rows, tokens, ...] with one number of tokens, or use cp 1",
         )
     (tokens,) = lengths
     if tokens % size or tokens < 2 * size:
         raise PlanError(
             f"sequences of {tokens} tokens do not give cp={size} equal slices of at least 2",
+            code="plan.cp-sequence-not-divisible",
             fix=f"use sequences of {max(2 * size, tokens + -tokens % size)} tokens, or another cp",
         )
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if mask is not None and not mask.all():
         raise DataError(
             "a batch masks tokens by attention_mask, and cp attends without a mask",
+            code="support.cp-attention-mask",
             fix="pack sequences to one length and leave attention_mask out, or use cp 1",
         )
     return tokens // size
@@ -125,6 +133,7 @@ def _with_next_labels(batch: Any) -> dict[str, Any]:
     if labels is None:
         raise JobError(
             "cp cuts sequences, and the model computes a loss of its own from no labels by token in the batch",
+            code="support.cp-loss-without-labels",
             fix="return logits and give sw.losses.token_cross_entropy, or use cp 1",
         )
     following = functional.pad(labels, (0, 1), value=IGNORE)[:, 1:]

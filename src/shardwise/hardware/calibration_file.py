@@ -37,10 +37,16 @@ def read_calibration(device: Device, folder: Path | None = None) -> Calibration 
         return None
     except (OSError, ValueError) as error:
         raise HardwareError(
-            f"calibration {path} cannot be read ({error})", fix="remove it, and measure again"
+            f"calibration {path} cannot be read ({error})",
+            code="hardware.calibration-read-failed",
+            fix="remove it, and measure again",
         ) from None
     if found.version != Calibration.version:
-        raise HardwareError(f"calibration {path} has version {found.version}", fix="remove it, and measure again")
+        raise HardwareError(
+            f"calibration {path} has version {found.version}",
+            code="hardware.calibration-version",
+            fix="remove it, and measure again",
+        )
     return found
 
 

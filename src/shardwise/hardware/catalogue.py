@@ -81,14 +81,14 @@ class Catalogue:
             close = difflib.get_close_matches(_plain(name), names, n=1)
             # All names would fill a screen; those of devices are what most people look for.
             fix = nearest(close[0] if close else name, close or self.devices)
-            raise HardwareError(f"no device or node is called {name!r}", fix=fix)
+            raise HardwareError(f"no device or node is called {name!r}", code="hardware.unknown-device", fix=fix)
         return names[_plain(name)]
 
     def node_of(self, device: Device) -> NodeType:
         """Return the node that a device usually stands in."""
         if device.node not in self.nodes:
             fact = f"device {device.name} names the node {device.node!r}, which is not listed"
-            raise HardwareError(fact, fix=nearest(device.node, self.nodes))
+            raise HardwareError(fact, code="hardware.catalogue-unknown-reference", fix=nearest(device.node, self.nodes))
         return replace(self.nodes[device.node], device=device)
 
     def recognise(self, gpu: Gpu) -> Device:
@@ -131,14 +131,26 @@ def _load(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
     try:
         data = tomllib.loads(file.read_text())
     except (OSError, UnicodeDecodeError) as error:
-        raise HardwareError(f"catalogue {file} cannot be read ({error})", fix="name a .toml file") from None
+        raise HardwareError(
+            f"catalogue {file} cannot be read ({error})", code="hardware.catalogue-read-failed", fix="name a .toml file"
+        ) from None
     except tomllib.TOMLDecodeError as error:
-        raise HardwareError(f"{file.name} is not TOML ({error})", fix="mend that line") from None
+        raise HardwareError(
+            f"{file.name} is not TOML ({error})", code="hardware.catalogue-not-toml", fix="mend that line"
+        ) from None
     for section, entries in data.items():
         if section not in _KINDS:
-            raise HardwareError(f"{file.name} has an unknown section {section!r}", fix=nearest(section, _KINDS))
+            raise HardwareError(
+                f"{file.name} has an unknown section {section!r}",
+                code="hardware.catalogue-unknown-section",
+                fix=nearest(section, _KINDS),
+            )
         if not isinstance(entries, dict) or not all(isinstance(table, dict) for table in entries.values()):
-            raise HardwareError(f"{file.name}: {section} is not a table of tables", fix=f"write [{section}.NAME]")
+            raise HardwareError(
+                f"{file.name}: {section} is not a table of tables",
+                code="hardware.catalogue-not-tables",
+                fix=f"write [{section}.NAME]",
+            )
     return data
 
 
@@ -151,18 +163,26 @@ def _build(section: str, name: str, file: Path, table: dict[str, Any], built: di
     values: dict[str, Any] = {"name": name}
     for key, given in table.items():
         if key not in shown:
-            raise HardwareError(f"{where} has an unknown key {key!r}", fix=nearest(key, shown))
+            raise HardwareError(
+                f"{where} has an unknown key {key!r}", code="hardware.catalogue-unknown-key", fix=nearest(key, shown)
+            )
         if section == "nodes" and key in _REFERENCES:
             others = built[_REFERENCES[key]]
             if given not in others:
-                raise HardwareError(f"{where} names an unknown {key} {given!r}", fix=nearest(str(given), others))
+                raise HardwareError(
+                    f"{where} names an unknown {key} {given!r}",
+                    code="hardware.catalogue-unknown-reference",
+                    fix=nearest(str(given), others),
+                )
             values[key] = others[given]
         else:
             values[keys.get(key, key)] = _value(where, key, given)
     required = {part.name for part in known.values() if part.default is MISSING and part.default_factory is MISSING}
     missing = sorted(key for key in shown if keys.get(key, key) in required - set(values))
     if missing:
-        raise HardwareError(f"{where} has no {missing[0]}", fix=f"write {', '.join(missing)}")
+        raise HardwareError(
+            f"{where} has no {missing[0]}", code="hardware.catalogue-key-missing", fix=f"write {', '.join(missing)}"
+        )
     return kind(**values)
 
 
@@ -170,7 +190,9 @@ def _value(where: str, key: str, given: Any) -> Any:
     """Check one value by the form of its key and bring it to plain units."""
     words, fits = _FORMS.get(key, _TEXT)
     if not fits(given):
-        raise HardwareError(f"{where}.{key} is {given!r}", fix=f"write {words}")
+        raise HardwareError(
+            f"{where}.{key} is {given!r}", code="hardware.catalogue-value-invalid", fix=f"write {words}"
+        )
     field, unit = _UNITS.get(key, (key, 1))
     if isinstance(given, dict):
         return {dtype: rate * unit for dtype, rate in given.items()}
@@ -187,7 +209,11 @@ def _refuse_double_names(entries: Iterable[Device | NodeType]) -> None:
         for name in (entry.name, *entry.aliases):
             owner = owners.setdefault(_plain(name), entry.name)
             if owner != entry.name:
-                raise HardwareError(f"both {owner} and {entry.name} are called {name!r}", fix="rename one of them")
+                raise HardwareError(
+                    f"both {owner} and {entry.name} are called {name!r}",
+                    code="hardware.catalogue-name-repeated",
+                    fix="rename one of them",
+                )
 
 
 def _plain(name: str) -> str:

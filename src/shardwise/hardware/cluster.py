@@ -23,7 +23,11 @@ def parse_cluster(text: str, extra: Path | None = None) -> Cluster:
     counts, name = _split(text)
     if name.lower() == "this":
         if len(counts) > 1:
-            raise HardwareError(f"cluster {text!r} counts twice", fix="write this, or 2xthis for two ranks of it")
+            raise HardwareError(
+                f"cluster {text!r} counts twice",
+                code="hardware.cluster-second-count",
+                fix="write this, or 2xthis for two ranks of it",
+            )
         return this_machine(counts[0] if counts else None, extra)
     catalogue = read_catalogue(extra)
     found = catalogue.find(name)
@@ -31,6 +35,7 @@ def parse_cluster(text: str, extra: Path | None = None) -> Cluster:
         if len(counts) > 1:
             raise HardwareError(
                 f"cluster {text!r} counts the devices of {found.name}, which are {found.num_devices}",
+                code="hardware.cluster-second-count",
                 fix=f"write {counts[0]}x{name}",
             )
         return Cluster(node=found, num_devices=found.num_devices * (counts[0] if counts else 1))
@@ -50,10 +55,15 @@ def this_machine(num_devices: int | None = None, extra: Path | None = None) -> C
     if len(devices) > 1:
         raise HardwareError(
             f"this machine has GPUs of several kinds ({', '.join(devices)})",
+            code="hardware.mixed-gpus",
             fix="show equal ones only, by CUDA_VISIBLE_DEVICES",
         )
     if num_devices is not None and num_devices > len(gpus):
-        raise HardwareError(f"this machine has {len(gpus)} GPUs, not {num_devices}", fix=f"use at most {len(gpus)}")
+        raise HardwareError(
+            f"this machine has {len(gpus)} GPUs, not {num_devices}",
+            code="hardware.too-few-gpus",
+            fix=f"use at most {len(gpus)}",
+        )
     (device,) = devices.values()
     node = replace(
         catalogue.node_of(device).with_devices(len(gpus)),
@@ -97,11 +107,15 @@ def _split(text: str) -> tuple[tuple[int, ...], str]:
     """Cut "4x8xA100" into (4, 8) and "A100"."""
     match = re.fullmatch(r"((?:[-+]?\d+\s*x\s*)*)(\S.*)", text.strip(), re.IGNORECASE)
     if match is None:
-        raise HardwareError(f"cluster {text!r} names nothing", fix=_FORMS)
+        raise HardwareError(f"cluster {text!r} names nothing", code="hardware.cluster-empty", fix=_FORMS)
     counts = tuple(int(count) for count in re.findall(r"[-+]?\d+(?=\s*x)", match[1], re.IGNORECASE))
     if len(counts) > 2:
-        raise HardwareError(f"cluster {text!r} is not a count and a name", fix=_FORMS)
+        raise HardwareError(f"cluster {text!r} is not a count and a name", code="hardware.cluster-syntax", fix=_FORMS)
     for count in counts:
         if count < 1:
-            raise HardwareError(f"cluster {text!r} counts {count}", fix="use whole numbers of at least 1")
+            raise HardwareError(
+                f"cluster {text!r} counts {count}",
+                code="hardware.cluster-count-invalid",
+                fix="use whole numbers of at least 1",
+            )
     return counts, match[2]

@@ -46,7 +46,11 @@ class Device:
         for table in (self.flops, self.matmul):
             _check_positive(f"device {self.name}", **table)
         if "fp32" not in self.flops:
-            raise HardwareError(f"device {self.name} has no fp32 rate", fix="write fp32 among its flops")
+            raise HardwareError(
+                f"device {self.name} has no fp32 rate",
+                code="hardware.device-no-fp32-rate",
+                fix="write fp32 among its flops",
+            )
 
     @property
     def has_bf16(self) -> bool:
@@ -94,7 +98,11 @@ class Link:
         numbers = {name: getattr(self, name) for name in ("bandwidth", "efficiency", "latency_s", "bulk_latency_s")}
         _check_positive(f"link {self.name}", **numbers)
         if self.efficiency > 1:
-            raise HardwareError(f"link {self.name} has efficiency {self.efficiency}", fix="use a fraction up to 1")
+            raise HardwareError(
+                f"link {self.name} has efficiency {self.efficiency}",
+                code="hardware.link-efficiency-invalid",
+                fix="use a fraction up to 1",
+            )
 
     @property
     def reached(self) -> float:
@@ -152,11 +160,14 @@ class Cluster:
     def __post_init__(self) -> None:
         full, size = self.node.num_devices, self.num_devices
         if size < 1:
-            raise HardwareError(f"a cluster of {size} devices is none", fix="use at least 1")
+            raise HardwareError(
+                f"a cluster of {size} devices is none", code="hardware.cluster-without-devices", fix="use at least 1"
+            )
         if size > full and size % full:
             down, up = size // full * full, -(-size // full) * full
             raise HardwareError(
                 f"{size} {self.device.name} leave a node of {full} partly empty",
+                code="hardware.cluster-partial-node",
                 fix=f"use {down} or {up}, or say the shape as NODESxDEVICESx{self.device.name}",
             )
 
@@ -193,4 +204,6 @@ class Cluster:
 def _check_positive(owner: str, **numbers: float) -> None:
     for name, value in numbers.items():
         if not value > 0 or not math.isfinite(value):
-            raise HardwareError(f"{owner} has {name} {value:g}", fix="use a number above 0")
+            raise HardwareError(
+                f"{owner} has {name} {value:g}", code="hardware.not-positive", fix="use a number above 0"
+            )

@@ -78,46 +78,71 @@ class Job:
     def __post_init__(self) -> None:
         finished = any(hasattr(self.model, name) for name in ("named_parameters", "trainable_parameters"))
         if finished and not isinstance(self.model, type):
-            raise JobError(f"Job.model is a finished {type(self.model).__name__}", fix=_CALLABLES["model"])
+            raise JobError(
+                f"Job.model is a finished {type(self.model).__name__}",
+                code="job.model-not-factory",
+                fix=_CALLABLES["model"],
+            )
         for name in ("model", "data", "optimizer", "forward", "schedule"):
             value = getattr(self, name)
             if not callable(value) or is_torch_scheduler(value):
-                raise JobError(f"Job.{name} is {_described(value)}, not a function", fix=_CALLABLES[name])
+                raise JobError(
+                    f"Job.{name} is {_described(value)}, not a function", code="job.not-callable", fix=_CALLABLES[name]
+                )
         if not isinstance(self.loss, Loss):
             raise JobError(
                 f"Job.loss is {_described(self.loss)}, not a Loss",
+                code="job.loss-not-a-loss",
                 fix="give sw.losses.cross_entropy or sw.Loss(sum=..., count=...)",
             )
         _check_whole("batch_size", self.batch_size, least=1)
         _check_whole("seed", self.seed, least=0)
         _check_whole("num_workers", self.num_workers, least=0)
         if self.masks not in get_args(Masks):
-            raise JobError(f"Job.masks is {self.masks!r}", fix='give "drawn" or "keyed"')
+            raise JobError(f"Job.masks is {self.masks!r}", code="job.unknown-masks", fix='give "drawn" or "keyed"')
         self._check_length()
         object.__setattr__(self, "tensor_rules", as_rules(self.tensor_rules))
         if self.clip_norm is not None and not _positive(self.clip_norm):
-            raise JobError(f"Job.clip_norm is {self.clip_norm!r}", fix="give a number above 0, or None")
+            raise JobError(
+                f"Job.clip_norm is {self.clip_norm!r}",
+                code="job.clip-norm-invalid",
+                fix="give a number above 0, or None",
+            )
         for name, metric in self.metrics.items():
             if name == "loss":
-                raise JobError("Job.metrics names one 'loss', which the report has already", fix="give it another name")
+                raise JobError(
+                    "Job.metrics names one 'loss', which the report has already",
+                    code="job.metric-name-reserved",
+                    fix="give it another name",
+                )
             if not isinstance(metric, Metric):
                 raise JobError(
-                    f"Job.metrics[{name!r}] is {_described(metric)}", fix="give sw.Metric(sum=..., count=...)"
+                    f"Job.metrics[{name!r}] is {_described(metric)}",
+                    code="job.metric-not-a-metric",
+                    fix="give sw.Metric(sum=..., count=...)",
                 )
         if self.state is not None and not _is_stateful(self.state):
             raise JobError(
-                f"Job.state is {_described(self.state)}", fix="give an object with state_dict() and load_state_dict()"
+                f"Job.state is {_described(self.state)}",
+                code="job.state-without-methods",
+                fix="give an object with state_dict() and load_state_dict()",
             )
         if self.lora is not None and not isinstance(self.lora, Lora):
             raise JobError(
-                f"Job.lora is {_described(self.lora)}", fix='give sw.Lora(targets=("q_proj", "v_proj"), rank=16)'
+                f"Job.lora is {_described(self.lora)}",
+                code="job.lora-not-a-lora",
+                fix='give sw.Lora(targets=("q_proj", "v_proj"), rank=16)',
             )
 
     def _check_length(self) -> None:
         given = [name for name in LENGTHS if getattr(self, name) is not None]
         if len(given) != 1:
             said = " and ".join(given) or "no length"
-            raise JobError(f"the job gives {said}", fix="give exactly one of epochs=, steps=, tokens=")
+            raise JobError(
+                f"the job gives {said}",
+                code="job.one-length-needed",
+                fix="give exactly one of epochs=, steps=, tokens=",
+            )
         _check_whole(given[0], getattr(self, given[0]), least=1)
 
 
@@ -135,7 +160,9 @@ _LONGEST = 80
 
 def _check_whole(name: str, value: object, *, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise JobError(f"Job.{name} is {value!r}", fix=f"give a whole number of at least {least}")
+        raise JobError(
+            f"Job.{name} is {value!r}", code="job.not-whole-number", fix=f"give a whole number of at least {least}"
+        )
 
 
 def _described(value: object) -> str:

@@ -43,7 +43,11 @@ def refer(target: str, overrides: Mapping[str, str]) -> JobReference:
     path_text, _, attribute = target.partition(":")
     path = Path(path_text)
     if not path.is_file():
-        raise JobError(f"job file {path_text} is not there", fix="name a Python file that defines job = sw.Job(...)")
+        raise JobError(
+            f"job file {path_text} is not there",
+            code="job.file-not-found",
+            fix="name a Python file that defines job = sw.Job(...)",
+        )
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return JobReference(
         path=str(path.resolve()), attribute=attribute or "job", overrides=dict(overrides), digest=digest
@@ -54,16 +58,17 @@ def load_job(reference: JobReference) -> Job:
     """Import the job file and return its Job with the overrides applied."""
     path = Path(reference.path)
     if hashlib.sha256(path.read_bytes()).hexdigest() != reference.digest:
-        raise JobError(f"{path} changed since the run was started", fix="start the run again")
+        raise JobError(f"{path} changed since the run was started", code="job.file-changed", fix="start the run again")
     module = _import(path)
     job = getattr(module, reference.attribute, None)
     if job is None:
         jobs = [name for name, value in vars(module).items() if isinstance(value, Job)]
         fix = nearest(reference.attribute, jobs) if jobs else "write job = sw.Job(...) in it"
-        raise JobError(f"{path.name} has no attribute {reference.attribute!r}", fix=fix)
+        raise JobError(f"{path.name} has no attribute {reference.attribute!r}", code="job.attribute-missing", fix=fix)
     if not isinstance(job, Job):
         raise JobError(
             f"{path.name}: {reference.attribute} is a {type(job).__name__}, not a Job",
+            code="job.not-a-job",
             fix="write job = sw.Job(...)",
         )
     return override_job(job, reference.overrides)
@@ -74,7 +79,9 @@ def _import(path: Path) -> ModuleType:
     name = f"shardwise_job_{path.stem.replace('-', '_')}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise JobError(f"{path.name} is not a Python file", fix="name a file that ends in .py")
+        raise JobError(
+            f"{path.name} is not a Python file", code="job.not-python-file", fix="name a file that ends in .py"
+        )
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     module = importlib.util.module_from_spec(spec)
@@ -88,7 +95,9 @@ def _import(path: Path) -> ModuleType:
         raise
     except Exception as error:
         raise JobError(
-            f"{path.name} raised {type(error).__name__} at {_place(error, path)}: {error}", fix=_advice(error)
+            f"{path.name} raised {type(error).__name__} at {_place(error, path)}: {error}",
+            code="job.file-raised",
+            fix=_advice(error),
         ) from error
     return module
 

@@ -32,14 +32,24 @@ class Lora:
         given: Any = self.targets  # one name, and the command line's list, are fine
         targets = (given,) if isinstance(given, str) else given
         if not isinstance(targets, list | tuple) or not targets or not all(_is_name(target) for target in targets):
-            raise JobError(f"Lora.targets is {given!r}", fix='name linear modules, such as ("q_proj", "v_proj")')
+            raise JobError(
+                f"Lora.targets is {given!r}",
+                code="job.lora-targets-invalid",
+                fix='name linear modules, such as ("q_proj", "v_proj")',
+            )
         object.__setattr__(self, "targets", tuple(targets))
         if type(self.rank) is not int or self.rank < 1:
-            raise JobError(f"Lora.rank is {self.rank!r}", fix="give a whole number of at least 1")
+            raise JobError(
+                f"Lora.rank is {self.rank!r}", code="job.lora-rank-invalid", fix="give a whole number of at least 1"
+            )
         if not _is_number(self.alpha) or self.alpha <= 0:
-            raise JobError(f"Lora.alpha is {self.alpha!r}", fix="give a number above 0")
+            raise JobError(f"Lora.alpha is {self.alpha!r}", code="job.lora-alpha-invalid", fix="give a number above 0")
         if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
-            raise JobError(f"Lora.dropout is {self.dropout!r}", fix="give a number from 0 to below 1")
+            raise JobError(
+                f"Lora.dropout is {self.dropout!r}",
+                code="job.lora-dropout-invalid",
+                fix="give a number from 0 to below 1",
+            )
 
     @property
     def scale(self) -> float:
@@ -52,7 +62,11 @@ class Lora:
         chosen = {name for name in names for target in self.targets if is_target(target, name)}
         for target in self.targets:
             if not any(is_target(target, name) for name in names):
-                raise JobError(f"Lora target {target!r} matches no linear module", fix=_advice(target, names))
+                raise JobError(
+                    f"Lora target {target!r} matches no linear module",
+                    code="job.lora-target-unmatched",
+                    fix=_advice(target, names),
+                )
         return [name for name in names if name in chosen]
 
     def facts(self, transposed: Iterable[str]) -> dict[str, Any]:

@@ -28,11 +28,14 @@ class Metric:
     def __post_init__(self) -> None:
         if not callable(self.sum):
             raise JobError(
-                f"{type(self).__name__}.sum is {self.sum!r}", fix="give a function (output, batch) -> scalar"
+                f"{type(self).__name__}.sum is {self.sum!r}",
+                code="loss.sum-not-callable",
+                fix="give a function (output, batch) -> scalar",
             )
         if self.count != "samples" and not callable(self.count):
             raise JobError(
                 f"{type(self).__name__}.count is {self.count!r}",
+                code="loss.count-not-callable",
                 fix='give a function (batch) -> number, or "samples"',
             )
 
@@ -47,6 +50,7 @@ class Metric:
         returned = type(total).__name__ if shape is None else f"a tensor of shape {list(shape)}"
         raise JobError(
             f"{type(self).__name__}.sum returned {returned} where a scalar tensor is expected",
+            code="loss.sum-not-scalar",
             fix='return the sum over all rows: reduction="sum", or .sum() at the end',
         )
 
@@ -61,6 +65,7 @@ class Metric:
             what = f"a value of shape {list(shape)}" if shape else repr(number)
             raise JobError(
                 f"{type(self).__name__}.count returned {what}",
+                code="loss.count-not-number",
                 fix="return one number per batch, 0 or more: what the sum over its rows is divided by",
             )
         return number

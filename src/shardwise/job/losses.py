@@ -28,6 +28,7 @@ def target_of(batch: Any, reader: str) -> Any:
     raise JobError(
         f"the batch is a dict with the keys {some_of(map(str, batch), 6)}, and {reader} reads its target from the last"
         " entry of a tuple",
+        code="loss.batch-is-dict",
         fix=fix,
     )
 
@@ -161,6 +162,7 @@ def _loss_of(output: Any) -> Any:
     if loss is None:
         raise JobError(
             f"the model returned {type(output).__name__} without a loss",
+            code="loss.model-without-loss",
             fix="return a scalar or an object with .loss (transformers needs labels in the batch)",
         )
     return loss
@@ -173,6 +175,7 @@ def _logits_of(output: Any) -> Any:
     if not hasattr(logits, "flatten"):
         raise JobError(
             f"the model returned {type(output).__name__} without logits",
+            code="loss.model-without-logits",
             fix="give a model with a head (AutoModelForCausalLM, ...), or a Loss(sum=..., count=...) of your own",
         )
     return logits

@@ -140,6 +140,14 @@ def quickest_kind(groups: list[dict[str, Any]], *, fused: bool, fuses_cut: bool)
 def _check_finite(name: str, **values: float) -> None:
     for key, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise JobError(f"{name}({key}={value!r}) is not a number", fix=f"set optimizer.{key} to a number")
+            raise JobError(
+                f"{name}({key}={value!r}) is not a number",
+                code="optimizer.setting-not-number",
+                fix=f"set optimizer.{key} to a number",
+            )
         if not math.isfinite(value) or value < 0:
-            raise JobError(f"{name}({key}={value}) is not a finite number of at least 0", fix=f"set optimizer.{key}")
+            raise JobError(
+                f"{name}({key}={value}) is not a finite number of at least 0",
+                code="optimizer.setting-out-of-range",
+                fix=f"set optimizer.{key}",
+            )

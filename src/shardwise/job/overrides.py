@@ -21,7 +21,7 @@ def parse_overrides(texts: Iterable[str]) -> dict[str, str]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
-            raise InputError(f"--set {text!r} has no key or no '='", fix="write --set key=value")
+            raise InputError(f"--set {text!r} has no key or no '='", code="cli.set-syntax", fix="write --set key=value")
         overrides[key.strip()] = value.strip()
     return overrides
 
@@ -44,14 +44,22 @@ def replace_at(value: T, key: str, new: Any, whole_key: str | None = None) -> T:
     whole_key = whole_key or key
     name, _, rest = key.partition(".")
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        raise JobError(f"--set {whole_key}: {type(value).__name__} has no fields to set", fix="set it in the job file")
+        raise JobError(
+            f"--set {whole_key}: {type(value).__name__} has no fields to set",
+            code="cli.set-no-fields",
+            fix="set it in the job file",
+        )
     fields = {field.name for field in dataclasses.fields(value)}
     if name not in fields:
-        raise JobError(f"--set {whole_key}: there is no key {name!r}", fix=nearest(name, fields))
+        raise JobError(
+            f"--set {whole_key}: there is no key {name!r}", code="cli.set-unknown-key", fix=nearest(name, fields)
+        )
     if rest:
         new = replace_at(getattr(value, name), rest, new, whole_key)
     elif callable(getattr(value, name)):
-        raise JobError(f"--set {whole_key}: {name} is Python code", fix="change it in the job file")
+        raise JobError(
+            f"--set {whole_key}: {name} is Python code", code="cli.set-python-code", fix="change it in the job file"
+        )
     return dataclasses.replace(value, **{name: new})
 
 

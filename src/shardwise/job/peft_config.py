@@ -81,16 +81,27 @@ def read_config(folder: Path) -> dict[str, Any]:
             "transposed": bool(config.get("fan_in_fan_out")),
         }
     except (OSError, msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
-        raise JobError(f"{folder} holds no adapters of LoRA ({error})", fix=f"name a folder with {CONFIG}") from None
+        raise JobError(
+            f"{folder} holds no adapters of LoRA ({error})",
+            code="job.adapter-config-invalid",
+            fix=f"name a folder with {CONFIG}",
+        ) from None
     for key, words in _UNKNOWN.items():
         if config.get(key):
-            raise JobError(f"{folder / CONFIG} sets {key}, which {words}", fix="use adapters without it")
+            raise JobError(
+                f"{folder / CONFIG} sets {key}, which {words}",
+                code="job.adapter-option-unsupported",
+                fix="use adapters without it",
+            )
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower() not in _BESIDE_THE_BASE:
         raise JobError(
             f"{folder / CONFIG} has init_lora_weights {init!r}, with which the frozen weights are not the base's",
+            code="job.adapter-init-changes-base",
             fix="have peft convert them (save_pretrained with path_initial_model_for_weight_conversion)",
         )
     if config.get("bias", "none") != "none":
-        raise JobError(f"{folder / CONFIG} trains biases", fix='use adapters with bias "none"')
+        raise JobError(
+            f"{folder / CONFIG} trains biases", code="job.adapter-trains-biases", fix='use adapters with bias "none"'
+        )
     return lora

@@ -17,15 +17,27 @@ def as_rules(given: Mapping[str, str] | str | None) -> Mapping[str, str] | None:
     if given is None or isinstance(given, Mapping):
         return given
     if not isinstance(given, str):
-        raise JobError(f"Job.tensor_rules is {given!r}", fix="give a dict of name patterns and styles, or a path")
+        raise JobError(
+            f"Job.tensor_rules is {given!r}",
+            code="job.tensor-rules-invalid",
+            fix="give a dict of name patterns and styles, or a path",
+        )
     try:
         rules = tomllib.loads(Path(given).read_text()).get("tensor_rules")
     except OSError:
-        raise JobError(f"Job.tensor_rules {given} cannot be read", fix=_FIX) from None
+        raise JobError(
+            f"Job.tensor_rules {given} cannot be read", code="job.tensor-rules-read-failed", fix=_FIX
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise JobError(f"Job.tensor_rules {given} is not TOML ({error})", fix=_FIX) from None
+        raise JobError(
+            f"Job.tensor_rules {given} is not TOML ({error})", code="job.tensor-rules-not-toml", fix=_FIX
+        ) from None
     if not isinstance(rules, dict) or not rules or not all(isinstance(style, str) for style in rules.values()):
-        raise JobError(f"Job.tensor_rules {given} has no table [tensor_rules] of names and styles", fix=_FIX)
+        raise JobError(
+            f"Job.tensor_rules {given} has no table [tensor_rules] of names and styles",
+            code="job.tensor-rules-no-table",
+            fix=_FIX,
+        )
     return rules
 
 

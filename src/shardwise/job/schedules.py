@@ -74,11 +74,17 @@ def check_schedule(schedule: Schedule, total: int) -> None:
     try:
         factor = schedule(0, total)
     except TypeError as error:
-        raise JobError(f"Job.schedule(0, {total}) raised TypeError: {error}", fix=fix) from error
+        raise JobError(
+            f"Job.schedule(0, {total}) raised TypeError: {error}", code="job.schedule-signature", fix=fix
+        ) from error
     try:
         float(factor)
     except (TypeError, ValueError):
-        raise JobError(f"Job.schedule(0, {total}) returned a {type(factor).__name__}, not a number", fix=fix) from None
+        raise JobError(
+            f"Job.schedule(0, {total}) returned a {type(factor).__name__}, not a number",
+            code="job.schedule-not-number",
+            fix=fix,
+        ) from None
 
 
 def _warmup_steps(warmup: float, total: int) -> int:
@@ -98,4 +104,8 @@ def _progress(warmup: float, step: int, total: int) -> float:
 
 def _check_warmup(warmup: float) -> None:
     if not (isinstance(warmup, int | float) and math.isfinite(warmup) and warmup >= 0):
-        raise JobError(f"schedule warmup is {warmup!r}", fix="give steps, or a share of all steps below 1")
+        raise JobError(
+            f"schedule warmup is {warmup!r}",
+            code="job.warmup-invalid",
+            fix="give steps, or a share of all steps below 1",
+        )

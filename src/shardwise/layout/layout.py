@@ -42,7 +42,11 @@ class Layout:
         for axis in AXES:
             degree = getattr(self, axis)
             if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
-                raise LayoutError(f"layout axis {axis} is {degree!r}", fix="use a whole number of at least 1")
+                raise LayoutError(
+                    f"layout axis {axis} is {degree!r}",
+                    code="layout.degree-invalid",
+                    fix="use a whole number of at least 1",
+                )
 
     @property
     def world_size(self) -> int:
@@ -67,7 +71,11 @@ class Layout:
     def coordinate(self, rank: int) -> Coordinate:
         """Return where `rank` stands."""
         if not 0 <= rank < self.world_size:
-            raise LayoutError(f"rank {rank} is outside layout {self}", fix=f"use 0 to {self.world_size - 1}")
+            raise LayoutError(
+                f"rank {rank} is outside layout {self}",
+                code="layout.rank-out-of-range",
+                fix=f"use 0 to {self.world_size - 1}",
+            )
         places = {}
         for axis, degree in zip(reversed(AXES), reversed(self.degrees), strict=True):
             rank, places[axis] = divmod(rank, degree)
@@ -101,7 +109,7 @@ class Layout:
         """Return every group of ranks that differ only along `axes`, each in order."""
         for axis in axes:
             if axis not in AXES:
-                raise LayoutError(f"layout has no axis {axis!r}", fix=nearest(axis, AXES))
+                raise LayoutError(f"layout has no axis {axis!r}", code="layout.unknown-axis", fix=nearest(axis, AXES))
         others = [axis for axis in AXES if axis not in axes]
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
@@ -121,14 +129,24 @@ def parse_layout(text: str) -> Layout:
         match = re.fullmatch(r"([a-z]+)([0-9]+)", part)
         if match is None:
             raise LayoutError(
-                f"layout {text!r} has a part {part!r}", fix="write axis and degree, such as pp2.shard2.tp2"
+                f"layout {text!r} has a part {part!r}",
+                code="layout.syntax",
+                fix="write axis and degree, such as pp2.shard2.tp2",
             )
         axis, degree = match[1], int(match[2])
         if axis == "ep":
-            raise LayoutError("layout axis ep (expert parallel) is reserved", fix=f"use only {', '.join(AXES)}")
+            raise LayoutError(
+                "layout axis ep (expert parallel) is reserved",
+                code="layout.axis-reserved",
+                fix=f"use only {', '.join(AXES)}",
+            )
         if axis not in {field.name for field in fields(Layout)}:
-            raise LayoutError(f"layout {text!r} names an unknown axis {axis!r}", fix=nearest(axis, AXES))
+            raise LayoutError(
+                f"layout {text!r} names an unknown axis {axis!r}", code="layout.unknown-axis", fix=nearest(axis, AXES)
+            )
         if axis in degrees:
-            raise LayoutError(f"layout {text!r} names axis {axis} twice", fix="name each axis once")
+            raise LayoutError(
+                f"layout {text!r} names axis {axis} twice", code="layout.axis-repeated", fix="name each axis once"
+            )
         degrees[axis] = degree
     return Layout(**degrees)

@@ -74,6 +74,7 @@ class Decoder(nn.Module):
         if num_tokens > self.config.context:
             raise JobError(
                 f"sequences have {num_tokens} tokens, the decoder's context is {self.config.context}",
+                code="model.context-exceeded",
                 fix=f"use context={num_tokens} or shorter sequences",
             )
         x = self.embed(tokens)

@@ -31,11 +31,11 @@ def _build(
     kind: str, name: str, sizes: dict[str, dict[str, Any]], common: dict[str, Any], overrides: dict[str, Any]
 ) -> T5ForConditionalGeneration:
     if name not in sizes:
-        raise JobError(f"there is no {kind} {name!r}", fix=nearest(str(name), sizes))
+        raise JobError(f"there is no {kind} {name!r}", code="model.unknown-name", fix=nearest(str(name), sizes))
     settings = common | sizes[name]
     for key in overrides:
         if key not in settings:
-            raise JobError(f"{kind} has no {key!r}", fix=nearest(key, settings))
+            raise JobError(f"{kind} has no {key!r}", code="model.unknown-setting", fix=nearest(key, settings))
     try:
         from transformers import T5Config, T5ForConditionalGeneration
     except ImportError as error:

@@ -58,9 +58,9 @@ class ResNet(nn.Module):
     ) -> None:
         super().__init__()
         if norm not in NORMS:
-            raise JobError(f"resnet has no norm {norm!r}", fix=nearest(str(norm), NORMS))
+            raise JobError(f"resnet has no norm {norm!r}", code="model.unknown-norm", fix=nearest(str(norm), NORMS))
         if stem not in STEMS:
-            raise JobError(f"resnet has no stem {stem!r}", fix=nearest(str(stem), STEMS))
+            raise JobError(f"resnet has no stem {stem!r}", code="model.unknown-stem", fix=nearest(str(stem), STEMS))
         self.stem = _stem(in_channels, norm, stem)
         self.stages = nn.Sequential()
         channels = WIDTHS[0]

@@ -26,6 +26,7 @@ def split_batch(
     if batch_size < dp:
         raise PlanError(
             f"batch_size {batch_size} is smaller than the {dp} ranks that read samples",
+            code="plan.batch-too-small",
             fix=f"set batch_size={dp} or more, or use --nproc {batch_size}",
         )
     if micro_batch is None:
@@ -38,6 +39,7 @@ def split_batch(
     if accumulation not in {None, split.accumulation}:
         raise PlanError(
             f"micro_batch {micro_batch} x accumulation {accumulation} x {dp} readers is not batch_size {batch_size}",
+            code="plan.batch-split-mismatch",
             fix=f"set accumulation={split.accumulation}, or leave it out",
         )
     return split
@@ -68,5 +70,9 @@ def _divide(batch_size: int, parts: int, words: str) -> int:
     if rest or share == 0:
         below, above = share * parts, (share + 1) * parts
         choices = f"{below} or {above}" if below else f"{above}"
-        raise PlanError(f"batch_size {batch_size} does not divide by {words}", fix=f"set batch_size to {choices}")
+        raise PlanError(
+            f"batch_size {batch_size} does not divide by {words}",
+            code="plan.batch-not-divisible",
+            fix=f"set batch_size to {choices}",
+        )
     return share

@@ -84,7 +84,11 @@ class Pipeline:
     def __post_init__(self) -> None:
         given: Any = self.split  # TOML and the command line give lists
         if not isinstance(given, list | tuple) or not all(type(layer) is int for layer in given):
-            raise PlanError(f"plan pipeline.split is {given!r}", fix="give a list of layers, such as [4, 8]")
+            raise PlanError(
+                f"plan pipeline.split is {given!r}",
+                code="plan.pipeline-split-not-list",
+                fix="give a list of layers, such as [4, 8]",
+            )
         object.__setattr__(self, "split", tuple(given))
 
 
@@ -123,13 +127,20 @@ class Plan:
     def __post_init__(self) -> None:
         check_types(self)
         if self.version != VERSION:
-            raise PlanError(f"plan version is {self.version}", fix=f"write version = {VERSION}")
+            raise PlanError(
+                f"plan version is {self.version}", code="plan.version-unknown", fix=f"write version = {VERSION}"
+            )
         for name in ("micro_batch", "accumulation"):
             if getattr(self, name) < 1:
-                raise PlanError(f"plan {name} is {getattr(self, name)}", fix="use a whole number of at least 1")
+                raise PlanError(
+                    f"plan {name} is {getattr(self, name)}",
+                    code="plan.not-whole-number",
+                    fix="use a whole number of at least 1",
+                )
         if (self.zero == 0) != (self.layout.shard == 1) and not (self.layout.shard == 1 < self.layout.cp):
             raise PlanError(
                 f"plan has zero = {self.zero} with shard = {self.layout.shard}",
+                code="plan.zero-shard-mismatch",
                 fix="use zero 1, 2 or 3 exactly when shard is above 1, or with cp, whose ranks are shards too",
             )
         _check_ranges(self.communication)
@@ -191,6 +202,7 @@ class Plan:
         if rest or dp == 0:
             raise PlanError(
                 f"{world_size} ranks do not divide by pp x cp x tp = {model_ranks}",
+                code="plan.world-not-divisible",
                 fix=f"use a multiple of {model_ranks} ranks",
             )
         shard = _refit_shard(layout, dp)
@@ -211,13 +223,27 @@ class Plan:
 
 def _check_ranges(options: Communication) -> None:
     if options.bucket_mb <= 0:
-        raise PlanError(f"plan bucket_mb is {options.bucket_mb}", fix="use a size above 0")
+        raise PlanError(
+            f"plan bucket_mb is {options.bucket_mb}", code="plan.bucket-not-positive", fix="use a size above 0"
+        )
     if options.sync_every < 1:
-        raise PlanError(f"plan sync_every is {options.sync_every}", fix="use a whole number of at least 1")
+        raise PlanError(
+            f"plan sync_every is {options.sync_every}",
+            code="plan.sync-every-invalid",
+            fix="use a whole number of at least 1",
+        )
     if not 0 < options.outer_lr < math.inf:
-        raise PlanError(f"plan outer_lr is {options.outer_lr}", fix="use a number above 0, such as 0.7")
+        raise PlanError(
+            f"plan outer_lr is {options.outer_lr}",
+            code="plan.outer-lr-invalid",
+            fix="use a number above 0, such as 0.7",
+        )
     if not 0 <= options.outer_momentum < 1:
-        raise PlanError(f"plan outer_momentum is {options.outer_momentum}", fix="use a number from 0 to below 1")
+        raise PlanError(
+            f"plan outer_momentum is {options.outer_momentum}",
+            code="plan.outer-momentum-invalid",
+            fix="use a number from 0 to below 1",
+        )
 
 
 def _refit_shard(layout: Layout, dp: int) -> int:
@@ -240,9 +266,11 @@ def check_types(value: Any, prefix: str = "") -> None:
         elif get_args(wanted) and all(isinstance(choice, str | int) for choice in get_args(wanted)):
             if given not in get_args(wanted) or isinstance(given, bool):
                 choices = [str(choice) for choice in get_args(wanted)]
-                raise PlanError(f"plan {name} is {given!r}", fix=nearest(str(given), choices))
+                raise PlanError(
+                    f"plan {name} is {given!r}", code="plan.unknown-choice", fix=nearest(str(given), choices)
+                )
         elif wanted in (int, bool, float) and not _fits(given, wanted):
-            raise PlanError(f"plan {name} is {given!r}", fix=f"give {_TYPE_WORDS[wanted]}")
+            raise PlanError(f"plan {name} is {given!r}", code="plan.wrong-type", fix=f"give {_TYPE_WORDS[wanted]}")
 
 
 @functools.cache

@@ -18,7 +18,7 @@ _ZERO: dict[str, Zero] = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 def preset_degrees(name: str, world_size: int) -> tuple[Layout, Zero]:
     """Return layout and zero stage of a preset or a product such as pp2.shard2.tp2, for this many ranks."""
     if world_size < 1:
-        raise LayoutError(f"a world of {world_size} ranks", fix="use at least 1")
+        raise LayoutError(f"a world of {world_size} ranks", code="layout.empty-world", fix="use at least 1")
     if name == "ddp" or (world_size == 1 and name in PRESETS):
         return Layout(replicate=world_size), 0
     if name in _ZERO:
@@ -31,7 +31,9 @@ def preset_degrees(name: str, world_size: int) -> tuple[Layout, Zero]:
     is_typo = "." not in name and name.rstrip("0123456789") not in {"one", "ep", *AXES}  # such as zero5
     if not is_product or is_typo:
         raise PlanError(
-            f"plan {name!r} is not a preset, a product or a .toml file", fix=nearest(name, ["auto", *PRESETS])
+            f"plan {name!r} is not a preset, a product or a .toml file",
+            code="plan.unknown-preset",
+            fix=nearest(name, ["auto", *PRESETS]),
         )
     return _product(name, world_size)
 
@@ -39,7 +41,11 @@ def preset_degrees(name: str, world_size: int) -> tuple[Layout, Zero]:
 def _hybrid(world_size: int) -> Layout:
     """Two replicas, each sharded over half of the ranks."""
     if world_size < 4 or world_size % 2:
-        raise PlanError(f"hsdp needs an even number of at least 4 ranks, not {world_size}", fix="use fsdp")
+        raise PlanError(
+            f"hsdp needs an even number of at least 4 ranks, not {world_size}",
+            code="plan.hsdp-world-size",
+            fix="use fsdp",
+        )
     return Layout(replicate=2, shard=world_size // 2)
 
 
@@ -50,5 +56,9 @@ def _product(name: str, world_size: int) -> tuple[Layout, Zero]:
         fix = (
             f"use {layout.world_size} ranks" if over or rest < 1 else f"set replicate{rest}, or use {layout.world_size}"
         )
-        raise LayoutError(f"layout {layout} needs {layout.world_size} ranks, the world has {world_size}", fix=fix)
+        raise LayoutError(
+            f"layout {layout} needs {layout.world_size} ranks, the world has {world_size}",
+            code="layout.world-size-mismatch",
+            fix=fix,
+        )
     return layout, 3 if layout.shard > 1 else 0

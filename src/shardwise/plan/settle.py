@@ -65,6 +65,7 @@ def settle(
     if plan.layout.world_size != world_size:
         raise PlanError(
             f"plan {plan.layout} is for {plan.layout.world_size} ranks, the world has {world_size}",
+            code="plan.world-size-mismatch",
             fix=f"use --nproc {plan.layout.world_size}, or a preset",
         )
     batch_overrides = {key: overrides[key] for key in BATCH_KEYS if key in overrides}
@@ -146,9 +147,13 @@ def _apply_overrides(plan: Plan, overrides: Mapping[str, str]) -> Plan:
         name = key.partition(".")[0]
         fields = {field.name for field in dataclasses.fields(Plan)} - {"sources", "version"}
         if name not in fields:
-            raise PlanError(f"--set {key}: there is no key {name!r}", fix=nearest(name, fields))
+            raise PlanError(
+                f"--set {key}: there is no key {name!r}", code="cli.set-unknown-key", fix=nearest(name, fields)
+            )
         if key == "layout":
-            raise PlanError("--set layout is not how a layout is chosen", fix=f"use --plan {text}")
+            raise PlanError(
+                "--set layout is not how a layout is chosen", code="cli.set-layout", fix=f"use --plan {text}"
+            )
         plan = replace_at(plan, key, _value(key, text))
         section = {name: f"{plan.sources[name]}, {key} by --set"} if name != key and name in plan.sources else {}
         plan = dataclasses.replace(plan, sources={**plan.sources, **section, key: "--set"})
@@ -165,7 +170,9 @@ def _settle_batch(plan: Plan, batch_size: int, overrides: Mapping[str, str], *, 
     asked = {key: literal(text) for key, text in overrides.items()}
     for key, value in asked.items():
         if not isinstance(value, int) or value < 1:
-            raise PlanError(f"--set {key}={value}", fix="give a whole number of at least 1")
+            raise PlanError(
+                f"--set {key}={value}", code="plan.not-whole-number", fix="give a whole number of at least 1"
+            )
     if fixed and not asked:
         split_batch(batch_size, dp=plan.layout.dp, micro_batch=plan.micro_batch, accumulation=plan.accumulation)
         return plan

@@ -48,9 +48,9 @@ def plan_from_toml(text: str, origin: str) -> Plan:
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise PlanError(f"{origin} is not TOML ({error})", fix="mend that line") from None
+        raise PlanError(f"{origin} is not TOML ({error})", code="plan.not-toml", fix="mend that line") from None
     if "version" not in data:
-        raise PlanError(f"{origin} has no version", fix="write version = 1 at its top")
+        raise PlanError(f"{origin} has no version", code="plan.version-missing", fix="write version = 1 at its top")
     sources = dict.fromkeys(_dotted(data), origin)
     plan: Plan = _build(Plan, data, origin, sources=sources)
     return plan
@@ -61,7 +61,9 @@ def read_plan(path: Path) -> Plan:
     try:
         text = path.read_text()
     except OSError as error:
-        raise PlanError(f"plan file {path} cannot be read ({error.strerror})", fix="name a .toml file") from None
+        raise PlanError(
+            f"plan file {path} cannot be read ({error.strerror})", code="plan.read-failed", fix="name a .toml file"
+        ) from None
     return plan_from_toml(text, path.name)
 
 
@@ -70,13 +72,19 @@ def _build(kind: type[Any], data: dict[str, Any], origin: str, prefix: str = "",
     values: dict[str, Any] = dict(extra)
     for key, given in data.items():
         if key not in parts:
-            raise PlanError(f"{origin} has an unknown key {prefix + key!r}", fix=nearest(key, parts))
+            raise PlanError(
+                f"{origin} has an unknown key {prefix + key!r}", code="plan.unknown-key", fix=nearest(key, parts)
+            )
         default = parts[key].default_factory
         if key == "layout" and kind is Plan:
             values[key] = parse_layout(str(given))
         elif isinstance(default, type):
             if not isinstance(given, dict):
-                raise PlanError(f"{origin}: {prefix + key} is {given!r}", fix=f"write a section [{prefix + key}]")
+                raise PlanError(
+                    f"{origin}: {prefix + key} is {given!r}",
+                    code="plan.not-a-section",
+                    fix=f"write a section [{prefix + key}]",
+                )
             values[key] = _build(default, given, origin, f"{prefix + key}.")
         else:
             values[key] = tuple(given) if isinstance(given, list) else given

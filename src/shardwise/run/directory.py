@@ -154,7 +154,11 @@ def create_run(path: Path | None, name: str) -> RunDirectory:
         return share_run(path)
     if path is not None:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise InputError(f"run directory {path} is not empty", fix="name another one with --run-dir")
+            raise InputError(
+                f"run directory {path} is not empty",
+                code="run.directory-not-empty",
+                fix="name another one with --run-dir",
+            )
         return _make(path, exist_ok=True)
     wanted = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(2):
@@ -177,6 +181,7 @@ def share_run(path: Path) -> RunDirectory:
     except OSError as error:
         raise InputError(
             f"run directory {path} of node 0 cannot be made here ({error.strerror})",
+            code="run.create-failed",
             fix="name one for this node with --run-dir",
         ) from None
     return RunDirectory(path)
@@ -192,7 +197,9 @@ def _make(path: Path, *, exist_ok: bool) -> RunDirectory:
         raise
     except OSError as error:
         raise InputError(
-            f"run directory {path} cannot be made ({error.strerror})", fix="name another one with --run-dir"
+            f"run directory {path} cannot be made ({error.strerror})",
+            code="run.create-failed",
+            fix="name another one with --run-dir",
         ) from None
     run = RunDirectory(path, made)
     refusal = write_error(path)
@@ -200,6 +207,7 @@ def _make(path: Path, *, exist_ok: bool) -> RunDirectory:
         run.remove()
         raise InputError(
             f"run directory {path} cannot be written ({refusal.strerror})",
+            code="run.write-failed",
             fix="free space there, or name another one with --run-dir",
         )
     return run

@@ -29,11 +29,21 @@ class Keep:
 
     def __post_init__(self) -> None:
         if self.last is not None and self.last < 1:
-            raise InputError(f"keep.last is {self.last}", fix="keep at least 1, or leave it out to keep all")
+            raise InputError(
+                f"keep.last is {self.last}",
+                code="checkpoint.keep-last-invalid",
+                fix="keep at least 1, or leave it out to keep all",
+            )
         if self.age_s is not None and self.age_s < 0:
-            raise InputError(f"keep.age_s is {self.age_s}", fix="use seconds, at least 0")
+            raise InputError(
+                f"keep.age_s is {self.age_s}", code="checkpoint.keep-age-invalid", fix="use seconds, at least 0"
+            )
         if self.best < 0 or bool(self.best) != bool(self.metric):
-            raise InputError(f"keep.best is {self.best} of metric {self.metric!r}", fix="give both or neither")
+            raise InputError(
+                f"keep.best is {self.best} of metric {self.metric!r}",
+                code="checkpoint.keep-best-invalid",
+                fix="give both or neither",
+            )
 
 
 def parse_keep(text: str) -> Keep:
@@ -45,7 +55,11 @@ def parse_keep(text: str) -> Keep:
         name, found = _parse_rule(rule.strip())
         if not found or name in said:
             words = f"says {name} twice" if found else f"has {rule!r}, which is no rule"
-            raise InputError(f"--keep {text!r} {words}", fix=f"give {GRAMMAR}")
+            raise InputError(
+                f"--keep {text!r} {words}",
+                code="checkpoint.keep-rule-repeated" if found else "checkpoint.keep-rule-invalid",
+                fix=f"give {GRAMMAR}",
+            )
         said.add(name)
         keep = replace(keep, **found)
     return keep

@@ -101,7 +101,11 @@ def page_server(view: RunView, port: int | None) -> PageServer:
             _remember(view.run.path, Address(port=server.server_port, token=token))
             return server
     reason = getattr(failure, "strerror", None) or failure
-    raise InputError(f"port {port} cannot be listened at ({reason})", fix="name another --port, or leave it out")
+    raise InputError(
+        f"port {port} cannot be listened at ({reason})",
+        code="watch.listen-failed",
+        fix="name another --port, or leave it out",
+    )
 
 
 def _remembered(run: Path) -> Address | None:

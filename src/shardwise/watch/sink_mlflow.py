@@ -34,7 +34,9 @@ class MlflowSink:
         except MlflowException as error:
             words = (str(error).strip().splitlines() or ["it said nothing"])[0]
             raise InputError(
-                f"mlflow refuses ({words})", fix="set MLFLOW_TRACKING_URI to a store that works"
+                f"mlflow refuses ({words})",
+                code="watch.mlflow-refused",
+                fix="set MLFLOW_TRACKING_URI to a store that works",
             ) from error
         self._client.set_terminated(self.tracker_id, "RUNNING")
         self.where = f"run {self.tracker_id} of experiment {target} in {self._client.tracking_uri}"

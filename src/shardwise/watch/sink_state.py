@@ -80,7 +80,9 @@ def hold_state(run: RunDirectory, kind: str, sink: str) -> Iterator[HeldState]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(
-                f"{run.path} is mirrored to {sink} by another process already", fix="wait until it ends, or end it"
+                f"{run.path} is mirrored to {sink} by another process already",
+                code="watch.already-mirrored",
+                fix="wait until it ends, or end it",
             ) from None
         yield HeldState(stem.with_suffix(".json"), sink)
     finally:

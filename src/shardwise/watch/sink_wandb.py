@@ -45,7 +45,9 @@ class WandbSink:
             )
         except wandb.errors.UsageError as error:
             words = (str(error).strip().splitlines() or ["it said nothing"])[0]
-            raise InputError(f"wandb refuses ({words})", fix="wandb login, or set WANDB_MODE=offline") from error
+            raise InputError(
+                f"wandb refuses ({words})", code="watch.wandb-refused", fix="wandb login, or set WANDB_MODE=offline"
+            ) from error
         folder = self._run.dir.removesuffix("/files")
         self.where = f"{folder} (wandb sync uploads it)" if self._run.offline else str(self._run.url)
         self._run.define_metric("step", hidden=True)

@@ -67,9 +67,13 @@ def parse_sink(text: str) -> SinkSpec:
     """Read KIND:TARGET; refuse an unknown tracker, a missing target, and one whose extra is not installed."""
     kind, _, target = text.partition(":")
     if kind not in TARGETS:
-        raise InputError(f"there is no sink {kind!r}", fix=nearest(kind, TARGETS))
+        raise InputError(f"there is no sink {kind!r}", code="watch.unknown-sink", fix=nearest(kind, TARGETS))
     if not target:
-        raise InputError(f"sink {text!r} names no {TARGETS[kind]}", fix=f"write {kind}:{TARGETS[kind]}")
+        raise InputError(
+            f"sink {text!r} names no {TARGETS[kind]}",
+            code="watch.sink-target-missing",
+            fix=f"write {kind}:{TARGETS[kind]}",
+        )
     if importlib.util.find_spec(kind) is None:
         raise MissingExtraError.of(f"sink {kind}", kind)
     return SinkSpec(kind, target)
@@ -98,7 +102,7 @@ def mirror(run: RunDirectory, spec: SinkSpec, note: Callable[[str], None], *, lo
         except Exception as error:
             words = (str(error).strip().splitlines() or [type(error).__name__])[0]
             fix = "once it is there again, the same command goes on where this ended"
-            raise ShardwiseError(f"{spec} failed ({words})", fix=fix) from error
+            raise ShardwiseError(f"{spec} failed ({words})", code="watch.sink-failed", fix=fix) from error
         note(f"{run.path} is in {sink.where}, up to step {state.last_step}: {_state(view)}")
 
 

@@ -36,18 +36,24 @@ def check_run(path: Path) -> None:
     try:
         _check(path)
     except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror})", fix="name a run directory of yours") from None
+        raise InputError(
+            f"{path} cannot be read ({error.strerror})", code="run.read-failed", fix="name a run directory of yours"
+        ) from None
 
 
 def _check(path: Path) -> None:
     if not path.is_dir():
         fact = f"{path} is a file, not a run directory" if path.exists() else f"there is no run directory {path}"
-        raise InputError(fact, fix="name a folder that train or launch wrote, such as runs/NAME-TIME")
+        raise InputError(
+            fact,
+            code="run.not-a-run" if path.exists() else "run.not-found",
+            fix="name a folder that train or launch wrote, such as runs/NAME-TIME",
+        )
     if not _is_run(path):
         inside = [folder for folder in path.iterdir() if folder.is_dir() and _is_run(folder)]
         newest = max(inside, key=lambda folder: folder.stat().st_mtime, default=None)
         fix = f"the newest run in it is {newest}" if newest else "name a folder that train or launch wrote"
-        raise InputError(f"{path} is not a run directory: it has no events and no logs", fix=fix)
+        raise InputError(f"{path} is not a run directory: it has no events and no logs", code="run.not-a-run", fix=fix)
 
 
 def _is_run(path: Path) -> bool:

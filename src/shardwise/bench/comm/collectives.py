@@ -63,9 +63,9 @@ def prepare(spec: CollectiveSpec, group: dist.ProcessGroup, device: torch.device
     """Allocate the tensors of a collective on this rank, filled with zeros; does not communicate."""
     name, ranks = spec.name, dist.get_world_size(group)
     if name not in MAKERS:
-        raise InputError(f"there is no collective {name!r}", fix=nearest(name, MAKERS))
+        raise InputError(f"there is no collective {name!r}", code="bench.unknown-choice", fix=nearest(name, MAKERS))
     if name == "send" and ranks < 2:
-        raise InputError("send needs two ranks, the group has 1", fix="use --nproc 2")
+        raise InputError("send needs two ranks, the group has 1", code="bench.too-few-ranks", fix="use --nproc 2")
     itemsize = spec.dtype.itemsize
     counted_as = "broadcast" if name == "send" else name
     kind, count = KINDS[counted_as], count_of(counted_as, spec.num_bytes, itemsize, ranks)

@@ -56,15 +56,27 @@ def read_earlier(path: Path) -> Earlier:
     try:
         earlier = msgspec.json.decode(path.read_bytes(), type=Earlier)
     except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror})", fix="name the JSON of an earlier run") from error
+        raise InputError(
+            f"{path} cannot be read ({error.strerror})",
+            code="bench.baseline-read-failed",
+            fix="name the JSON of an earlier run",
+        ) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not the JSON of an earlier run ({error})", fix=again) from error
+        raise InputError(
+            f"{path} is not the JSON of an earlier run ({error})", code="bench.baseline-invalid", fix=again
+        ) from error
     if earlier.version != VERSION:
-        raise InputError(f"{path} has version {earlier.version}, and {VERSION} is known", fix=again)
+        raise InputError(
+            f"{path} has version {earlier.version}, and {VERSION} is known", code="bench.baseline-version", fix=again
+        )
     for index, row in enumerate(earlier.rows):
         numbers = (row.time_us, row.min_us, row.p99_us, row.spread)
         if not all(math.isfinite(number) and number >= 0 for number in numbers) or not row.time_us * row.min_us:
-            raise InputError(f"{path}: row {index} ({row.collective}) has a time of {row.time_us} us", fix=again)
+            raise InputError(
+                f"{path}: row {index} ({row.collective}) has a time of {row.time_us} us",
+                code="bench.baseline-time-invalid",
+                fix=again,
+            )
     return earlier
 
 
@@ -75,6 +87,7 @@ def compare(rows: Iterable[Row], earlier: Sequence[Row], path: Path) -> list[Cha
     if not changes:
         raise InputError(
             f"{path} has no measurement in common with this run",
+            code="bench.baseline-no-overlap",
             fix="use the --nproc, --sizes, --dtypes, --ops and --group of then",
         )
     return changes

@@ -31,6 +31,7 @@ def check_room(spec: CommSpec, *, ranks: int, sharing: int, free: int, where: st
     raise InputError(
         f"size {written_size(spec.sizes[-1])} needs {need / 2**30:.1f} GiB for {sharing} ranks, and {where} has"
         f" {free / 2**30:.1f} GiB free",
+        code="bench.not-enough-memory",
         fix=f"use --sizes up to {written_size(fits[-1])}" if fits else "use smaller --sizes",
     )
 

@@ -59,9 +59,9 @@ def read_names(asked: str | Iterable[str], known: Iterable[str], what: str) -> t
         return tuple(known)
     for name in names:
         if name not in set(known):
-            raise InputError(f"there is no {what} {name!r}", fix=nearest(name, known))
+            raise InputError(f"there is no {what} {name!r}", code="bench.unknown-choice", fix=nearest(name, known))
     if not names:
-        raise InputError(f"no {what} is named", fix=f"name some of {', '.join(known)}")
+        raise InputError(f"no {what} is named", code="bench.nothing-named", fix=f"name some of {', '.join(known)}")
     return names
 
 
@@ -76,10 +76,12 @@ def read_size(text: str) -> int:
     """Return the bytes that a text such as 64MiB, 100MB, 32M or 4096 means."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS:
-        raise InputError(f"{text!r} is no size", fix="write bytes or a unit, such as 4096, 64KiB, 100MB")
+        raise InputError(
+            f"{text!r} is no size", code="bench.size-syntax", fix="write bytes or a unit, such as 4096, 64KiB, 100MB"
+        )
     num_bytes = round(float(match[1]) * _UNITS[match[2].lower()])
     if num_bytes < 1:
-        raise InputError(f"size {text!r} is nothing", fix="use at least 1 byte")
+        raise InputError(f"size {text!r} is nothing", code="bench.size-zero", fix="use at least 1 byte")
     return num_bytes
 
 
@@ -90,10 +92,16 @@ def read_sizes(text: str) -> tuple[int, ...]:
     first, last, *rest = text.split(":")
     factor = rest[0] if rest else str(FACTOR)
     if len(rest) > 1 or not re.fullmatch(r"[0-9]+", factor) or int(factor) < 2:
-        raise InputError(f"--sizes {text} has no whole factor above 1", fix="write FIRST:LAST or FIRST:LAST:FACTOR")
+        raise InputError(
+            f"--sizes {text} has no whole factor above 1",
+            code="bench.sizes-factor-invalid",
+            fix="write FIRST:LAST or FIRST:LAST:FACTOR",
+        )
     low, high = read_size(first), read_size(last)
     if low > high:
-        raise InputError(f"--sizes {text} begins above its end", fix=f"write {last}:{first}")
+        raise InputError(
+            f"--sizes {text} begins above its end", code="bench.sizes-descending", fix=f"write {last}:{first}"
+        )
     sizes = [low]
     while sizes[-1] * int(factor) <= high:
         sizes.append(sizes[-1] * int(factor))
@@ -105,10 +113,18 @@ def read_groups(text: str, layout: Layout | None) -> tuple[str, ...]:
     groups = read_names(text, (*PLACES, *AXES), "group")
     for axis in set(groups) & set(AXES):
         if layout is None:
-            raise InputError(f"--group {axis} is an axis of no layout", fix=f"add --layout, such as {axis}2")
+            raise InputError(
+                f"--group {axis} is an axis of no layout",
+                code="bench.group-without-layout",
+                fix=f"add --layout, such as {axis}2",
+            )
         if getattr(layout, axis) == 1:
             cut = [name for name in AXES if getattr(layout, name) > 1]
-            raise InputError(f"layout {layout} does not cut {axis}", fix=f"use one of {', '.join((*PLACES, *cut))}")
+            raise InputError(
+                f"layout {layout} does not cut {axis}",
+                code="bench.group-axis-unsplit",
+                fix=f"use one of {', '.join((*PLACES, *cut))}",
+            )
     return groups
 
 
@@ -125,6 +141,7 @@ def group_ranks(group: str, world: tuple[tuple[int, int], ...], layout: Layout |
         if layout.world_size != size:
             raise InputError(
                 f"layout {layout} needs {layout.world_size} ranks, the world has {size}",
+                code="layout.world-size-mismatch",
                 fix=f"use --nproc {layout.world_size}, or another --layout",
             )
         return layout.groups(group)
@@ -133,9 +150,17 @@ def group_ranks(group: str, world: tuple[tuple[int, int], ...], layout: Layout |
     for rank, where in enumerate(world):
         members.setdefault(where[place], []).append(rank)
     if group == "across" and len(members[world[0][1]]) == 1:
-        raise InputError("--group across joins nodes, and there is 1", fix="use --group world, or start more nodes")
+        raise InputError(
+            "--group across joins nodes, and there is 1",
+            code="bench.group-one-node",
+            fix="use --group world, or start more nodes",
+        )
     if len({len(ranks) for ranks in members.values()}) > 1:
-        raise InputError(f"--group {group} makes groups of unequal size here", fix="start as many ranks on every node")
+        raise InputError(
+            f"--group {group} makes groups of unequal size here",
+            code="bench.groups-unequal",
+            fix="start as many ranks on every node",
+        )
     return tuple(map(tuple, members.values()))
 
 

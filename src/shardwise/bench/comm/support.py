@@ -73,7 +73,11 @@ def refuse_missing(spec: CommSpec, checks: Iterable[Check], backend: str) -> Non
         cases = [check for check in timed if name in (check.operation, check.dtype)]
         if cases and all(check.wrong is None for check in cases):
             what = f"{name} of {', '.join(spec.dtypes)}" if name in OPERATIONS else name
-            raise InputError(f"{backend} has no {what} ({cases[0].words})", fix=_others(name, checks))
+            raise InputError(
+                f"{backend} has no {what} ({cases[0].words})",
+                code="bench.backend-unsupported",
+                fix=_others(name, checks),
+            )
 
 
 def _others(name: str, checks: Iterable[Check]) -> str:

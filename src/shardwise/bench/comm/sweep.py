@@ -61,6 +61,7 @@ def sweep(world: World, spec: CommSpec) -> CommMeasurement:
         if not 0 <= spec.root < len(groups[0]):
             raise InputError(
                 f"--root {spec.root} is outside a group {name} of {len(groups[0])} ranks",
+                code="bench.root-out-of-range",
                 fix=f"use 0 to {len(groups[0]) - 1}",
             )
     require_room(spec, world, kinds)

@@ -57,9 +57,17 @@ class Explanation:
 def check_names(name: str, op: str | None, size: int) -> tuple[str, ...]:
     """Return the names to show on `size` ranks, one or all; refuse what does not exist or cannot be shown."""
     if name not in (*NAMES, ALL):
-        raise InputError(f"there is nothing to explain called {name!r}", fix=nearest(name, (*NAMES, ALL)))
+        raise InputError(
+            f"there is nothing to explain called {name!r}",
+            code="bench.unknown-explanation",
+            fix=nearest(name, (*NAMES, ALL)),
+        )
     if op is not None and op not in OPERATIONS:
-        raise InputError(f"there is no reduce operation {op!r} to explain", fix=nearest(op, OPERATIONS))
+        raise InputError(
+            f"there is no reduce operation {op!r} to explain",
+            code="bench.unknown-operation",
+            fix=nearest(op, OPERATIONS),
+        )
     if name == ALL:
         return tuple(one for one in NAMES if one == DDP or size >= CASES[one].least)
     if name == DDP:
@@ -67,9 +75,15 @@ def check_names(name: str, op: str | None, size: int) -> tuple[str, ...]:
     else:
         reduces, least = CASES[name].reduces, CASES[name].least
     if op is not None and not reduces:
-        raise InputError(f"{name} takes no reduce operation, and {op} was given", fix="leave it out")
+        raise InputError(
+            f"{name} takes no reduce operation, and {op} was given",
+            code="bench.operation-not-applicable",
+            fix="leave it out",
+        )
     if size < least:
-        raise InputError(f"{name} needs {least} ranks, and there is {size}", fix=f"use --nproc {least}")
+        raise InputError(
+            f"{name} needs {least} ranks, and there is {size}", code="bench.too-few-ranks", fix=f"use --nproc {least}"
+        )
     return (name,)
 
 
@@ -95,7 +109,10 @@ def explain_in(world: World, name: str, op: str = "SUM") -> Explanation:
         held = case.run(world, op)
     except RuntimeError as error:
         said = str(error).splitlines()[0]
-        raise InputError(f"{world.backend} on {world.device.type} cannot do {name} with {op} ({said})") from error
+        raise InputError(
+            f"{world.backend} on {world.device.type} cannot do {name} with {op} ({said})",
+            code="bench.backend-unsupported",
+        ) from error
     return _explain_call(name, case, op, world.gather(held))
 
 

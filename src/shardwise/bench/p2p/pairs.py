@@ -122,7 +122,9 @@ def measure_world(world: World, spec: PairSpec) -> Pairs:
     """
     if world.size < 2:
         raise InputError(
-            f"one rank for p2p: {world.backend} has nobody to send to", fix="use --nproc 2, or start two ranks"
+            f"one rank for p2p: {world.backend} has nobody to send to",
+            code="bench.too-few-ranks",
+            fix="use --nproc 2, or start two ranks",
         )
     if spec.large_bytes is None:
         spec = replace(spec, large_bytes=(16 if world.device.type == "cuda" else 1) << 20)
@@ -237,6 +239,7 @@ def _check_memory(world: World, large_bytes: int) -> None:
         raise InputError(
             f"{WINDOW} messages of {large_bytes:,} bytes take {needed:,} bytes of memory on each rank,"
             f" and {max(0, free):,} are free",
+            code="bench.not-enough-memory",
             fix=f"use --size {max(1, (free // (8 * WINDOW)) >> 20)}MiB",
         )
 

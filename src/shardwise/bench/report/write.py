@@ -19,11 +19,19 @@ _WRITERS = {".html": html_of, ".md": markdown_of}
 def check_report_path(path: Path) -> None:
     """Refuse a path that no report can be written to; call it before measuring, so that nothing is measured in vain."""
     if path.suffix not in _WRITERS:
-        raise InputError(f"a report named {path.name} is of no known kind", fix="end its name with .html or .md")
+        raise InputError(
+            f"a report named {path.name} is of no known kind",
+            code="bench.report-extension",
+            fix="end its name with .html or .md",
+        )
     if not path.parent.is_dir():
-        raise InputError(f"there is no folder {path.parent} for the report", fix=f"mkdir -p {path.parent}")
+        raise InputError(
+            f"there is no folder {path.parent} for the report",
+            code="cli.output-folder-missing",
+            fix=f"mkdir -p {path.parent}",
+        )
     if path.is_dir():
-        raise InputError(f"{path} is a folder", fix="name a file")
+        raise InputError(f"{path} is a folder", code="cli.output-is-folder", fix="name a file")
 
 
 def write_report(findings: Findings, path: Path) -> None:
@@ -32,4 +40,8 @@ def write_report(findings: Findings, path: Path) -> None:
     try:
         path.write_text(_WRITERS[path.suffix](findings), encoding="utf-8")
     except OSError as error:
-        raise InputError(f"the report {path} cannot be written ({error.strerror})", fix="name another place") from error
+        raise InputError(
+            f"the report {path} cannot be written ({error.strerror})",
+            code="cli.output-write-failed",
+            fix="name another place",
+        ) from error

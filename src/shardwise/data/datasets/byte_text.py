@@ -47,7 +47,11 @@ def text(length: int = 256, files: Iterable[str | Path] | None = None) -> Callab
     names: always present, the same for every process of one Python version. The last tenth is the test split.
     """
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-        raise DataError(f"text window length is {length!r}", fix="use a whole number of at least 1")
+        raise DataError(
+            f"text window length is {length!r}",
+            code="data.window-length-invalid",
+            fix="use a whole number of at least 1",
+        )
     return partial(_read, length, None if files is None else tuple(Path(file) for file in files))
 
 
@@ -59,6 +63,7 @@ def _read(length: int, files: tuple[Path, ...] | None, split: str) -> TextDatase
     if len(part) <= length:
         raise DataError(
             f"the {split} split of the text has {len(part)} bytes, too few for one window of {length}",
+            code="data.text-too-short",
             fix="use more text or a smaller length",
         )
     return TextDataset(torch.frombuffer(bytearray(part), dtype=torch.uint8), length)
@@ -77,4 +82,6 @@ def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DataError(f"text file {path} cannot be read ({error.strerror})", fix="name files that exist") from error
+        raise DataError(
+            f"text file {path} cannot be read ({error.strerror})", code="data.read-failed", fix="name files that exist"
+        ) from error

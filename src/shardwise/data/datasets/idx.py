@@ -26,13 +26,17 @@ DOWNLOAD = "run `make data` to fetch MNIST and Fashion-MNIST, or name your own w
 def find_idx(folder: Path, stem: str, *, num_dims: int) -> Path:
     """Return the folder's file of that stem: `-` or `.` before idx, plain before gzipped."""
     if not folder.is_dir():
-        raise DataError(f"there is no data folder {folder}", fix=DOWNLOAD)
+        raise DataError(f"there is no data folder {folder}", code="data.folder-not-found", fix=DOWNLOAD)
     for end in ("", ".gz"):
         for mark in ("-", "."):
             path = folder / f"{stem}{mark}idx{num_dims}-ubyte{end}"
             if path.exists():
                 return path
-    raise DataError(f"data folder {folder} has no {stem}-idx{num_dims}-ubyte, plain or .gz", fix=DOWNLOAD)
+    raise DataError(
+        f"data folder {folder} has no {stem}-idx{num_dims}-ubyte, plain or .gz",
+        code="data.idx-file-missing",
+        fix=DOWNLOAD,
+    )
 
 
 def read_idx(path: Path, *, num_dims: int) -> NDArray[np.uint8]:
@@ -40,12 +44,15 @@ def read_idx(path: Path, *, num_dims: int) -> NDArray[np.uint8]:
     content = _content(path)
     header = struct.calcsize(f">{1 + num_dims}I")
     if len(content) < header:
-        raise DataError(f"{path} is truncated: {len(content)} bytes", fix="fetch it again")
+        raise DataError(
+            f"{path} is truncated: {len(content)} bytes", code="data.idx-size-mismatch", fix="fetch it again"
+        )
     magic, *shape = struct.unpack_from(f">{1 + num_dims}I", content)
     expected = UBYTE << 8 | num_dims
     if magic != expected:
         raise DataError(
             f"{path} has the magic number 0x{magic:08x}, not 0x{expected:08x}",
+            code="data.idx-wrong-magic",
             fix=f"use an IDX file of unsigned bytes with {num_dims} dims",
         )
     num_bytes = len(content) - header
@@ -53,6 +60,7 @@ def read_idx(path: Path, *, num_dims: int) -> NDArray[np.uint8]:
         cut = "truncated" if num_bytes < math.prod(shape) else "too long"
         raise DataError(
             f"{path} is {cut}: {num_bytes} bytes of values where its header says {math.prod(shape)}",
+            code="data.idx-size-mismatch",
             fix="fetch it again",
         )
     return np.frombuffer(content, dtype=np.uint8, offset=header).reshape(shape)
@@ -63,4 +71,4 @@ def _content(path: Path) -> bytes:
         content = path.read_bytes()
         return gzip.decompress(content) if path.suffix == ".gz" else content
     except (OSError, EOFError, zlib.error) as error:  # a damaged gzip raises any of the three
-        raise DataError(f"{path} cannot be read ({error})", fix="fetch it again") from error
+        raise DataError(f"{path} cannot be read ({error})", code="data.read-failed", fix="fetch it again") from error

@@ -63,7 +63,9 @@ def idx_folder(path: str | Path, mean: float | None = None, std: float | None = 
     Where they are not given, they are those of the folder's training images.
     """
     if std is not None and not std > 0:
-        raise DataError(f"std is {std}", fix="give a number above 0, or leave it out to have it measured")
+        raise DataError(
+            f"std is {std}", code="data.std-invalid", fix="give a number above 0, or leave it out to have it measured"
+        )
     return partial(_read, Path(path), mean, std)
 
 
@@ -76,17 +78,24 @@ def _read(folder: Path, mean: float | None, std: float | None, split: str) -> Im
     if len(images) != len(labels):
         raise DataError(
             f"{len(images)} images in {images_file}, {len(labels)} labels in {labels_file}",
+            code="data.image-label-mismatch",
             fix="fetch both files again",
         )
     if images.size == 0:
-        raise DataError(f"{images_file} has no {split} images", fix="use a folder that holds some")
+        raise DataError(
+            f"{images_file} has no {split} images", code="data.no-images", fix="use a folder that holds some"
+        )
     if mean is None or std is None:
         train_file = find_idx(folder, "train-images", num_dims=3)
         measured = _mean_and_std(images if split == "train" else read_idx(train_file, num_dims=3))
         mean = measured[0] if mean is None else mean
         std = measured[1] if std is None else std
     if not std > 0:
-        raise DataError(f"the training images of {folder} are all of one grey", fix="use others, or give std=1")
+        raise DataError(
+            f"the training images of {folder} are all of one grey",
+            code="data.images-constant",
+            fix="use others, or give std=1",
+        )
     return ImageDataset(
         torch.from_numpy(images[:, None].copy()), torch.from_numpy(labels.astype(np.int64)), mean=mean, std=std
     )

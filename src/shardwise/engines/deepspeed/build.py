@@ -106,6 +106,7 @@ def _require_dimensions(shapes: Mapping[str, torch.Size]) -> None:
     if scalars:
         raise JobError(
             f"parameters {', '.join(scalars)} have no dimension, and DeepSpeed trains none such",
+            code="support.deepspeed-scalar-parameter",
             fix="give them the shape [1], or --set engine=torch",
         )
 
@@ -150,7 +151,11 @@ def _make_optimizer(
     """
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not trained:
-        raise JobError("the model has no trainable parameter", fix="leave some with requires_grad=True")
+        raise JobError(
+            "the model has no trainable parameter",
+            code="model.no-trainable-parameter",
+            fix="leave some with requires_grad=True",
+        )
     stand_ins = [(name, nn.Parameter(torch.zeros(1, device=device).expand(shapes[name]))) for name, _ in trained]
     names = {id(stand_in): name for name, stand_in in stand_ins}
     parameters = dict(trained)

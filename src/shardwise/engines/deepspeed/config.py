@@ -28,7 +28,11 @@ def deepspeed_config(plan: Plan, *, clip_norm: float | None, nvme_path: str | No
     require_expressible(plan)
     nvme_path = plan.offload.folder or nvme_path
     if "nvme" in (plan.offload.parameters, plan.offload.optimizer) and nvme_path is None:
-        raise PlanError("plan offloads to nvme and no folder is given for it", fix="name a folder on the disk")
+        raise PlanError(
+            "plan offloads to nvme and no folder is given for it",
+            code="plan.nvme-folder-missing",
+            fix="name a folder on the disk",
+        )
     precision = plan.precision
     config: dict[str, Any] = {
         # All three, so that DeepSpeed derives none of them; they agree because the plan's algebra made them. The
@@ -59,10 +63,15 @@ def require_expressible(plan: Plan) -> None:
     """Refuse a plan that DeepSpeed's JSON has no words for and would train otherwise, naming the value."""
     layout, precision, offload = plan.layout, plan.precision, plan.offload
     if layout.world_size != layout.dp:
-        raise PlanError(f"plan {layout} cuts the model by pp, cp or tp", fix="use ddp, zero1, zero2 or zero3")
+        raise PlanError(
+            f"plan {layout} cuts the model by pp, cp or tp",
+            code="support.deepspeed-axis",
+            fix="use ddp, zero1, zero2 or zero3",
+        )
     if layout.replicate > 1 and layout.shard > 1:
         raise PlanError(
             f"plan {layout} shards within replicas, and DeepSpeed shards over all ranks or none",
+            code="support.deepspeed-partial-sharding",
             fix=f"use shard{layout.world_size}",
         )
     if (precision.parameter, precision.optimizer) != ("fp32", "fp32") or not {
@@ -71,17 +80,27 @@ def require_expressible(plan: Plan) -> None:
     } <= set(ELEMENT_BYTES):
         raise PlanError(
             f"plan holds {precision}",
+            code="support.deepspeed-precision",
             fix="with DeepSpeed hold parameters and optimizer in fp32; compute and reduce in fp32, bf16 or fp16",
         )
     if plan.communication.compression != "none":
         raise PlanError(
             f"plan compression = {plan.communication.compression!r} compresses DDP's buckets, and DeepSpeed has none",
+            code="support.compression-without-ddp",
             fix='set compression = "none" and precision.reduce instead',
         )
     if offload.parameters != "none" and plan.zero != 3 and layout.world_size > 1:
-        raise PlanError(f"plan offloads parameters with zero = {plan.zero}", fix="use zero3")
+        raise PlanError(
+            f"plan offloads parameters with zero = {plan.zero}",
+            code="support.offload-whole-parameters",
+            fix="use zero3",
+        )
     if offload.optimizer != "none" and plan.zero == 0 and layout.world_size > 1:
-        raise PlanError("plan offloads the optimizer with zero = 0", fix="use zero1, zero2 or zero3")
+        raise PlanError(
+            "plan offloads the optimizer with zero = 0",
+            code="support.deepspeed-offload-unsharded",
+            fix="use zero1, zero2 or zero3",
+        )
 
 
 def left_out(plan: Plan) -> tuple[str, ...]:

@@ -33,5 +33,6 @@ def require_elementwise(optimizer: Optimizer, stage: int) -> None:
         raise JobError(
             f"{type(optimizer).__name__} under DeepSpeed's stage {stage} would see flat slices of all parameters, and"
             " only optimizers that treat every element by itself give the same numbers there",
+            code="support.deepspeed-optimizer-elementwise",
             fix=f"use one of {kinds}, or --plan ddp, or --set engine=torch",
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,6 +16,7 @@ from shardwise.engines.deepspeed.json_keys import (
     is_off,
     known,
 )
+from shardwise.engines.deepspeed.json_text import parse
 from shardwise.errors import PlanError, nearest
 from shardwise.layout import Layout
 from shardwise.plan.batch import split_batch
@@ -53,7 +52,9 @@ def read_json(
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise PlanError(f"{path} cannot be read ({reason})", fix="name a DeepSpeed JSON") from None
+        raise PlanError(
+            f"{path} cannot be read ({reason})", code="plan.deepspeed-read-failed", fix="name a DeepSpeed JSON"
+        ) from None
     return plan_from_json(text, path.name, num_ranks=num_ranks, batch_size=batch_size, precision=precision)
 
 
@@ -74,7 +75,9 @@ def plan_from_json(
     num_ranks, batch = _batch(file, num_ranks, batch_size)
     stage = file.whole(zero, "stage", 0)
     if stage not in (0, 1, 2, 3):
-        raise PlanError(f"{origin} has zero_optimization.stage {stage}", fix="use 0, 1, 2 or 3")
+        raise PlanError(
+            f"{origin} has zero_optimization.stage {stage}", code="plan.deepspeed-stage-invalid", fix="use 0, 1, 2 or 3"
+        )
     offload = _offload(file, zero, stage)
     communication = _communication(file, zero, held)
     if stage and num_ranks == 1:
@@ -102,45 +105,6 @@ _READ = (
 """What of a plan the JSON decides."""
 
 
-def parse(text: str, origin: str) -> dict[str, Any]:
-    """Return the object in a JSON text; anything else, comments and keys given twice are refused by line and column."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise PlanError(f"{origin} has the key {key!r} twice", fix="keep one of them")
-            found[key] = value
-        return found
-
-    def refuse(word: str) -> Any:
-        raise PlanError(f"{origin} holds {word}, which is no number of JSON", fix="write a finite number")
-
-    try:
-        data = json.loads(text, object_pairs_hook=once, parse_constant=refuse)
-    except json.JSONDecodeError as error:
-        words, where = _mistake(text, error)
-        line, column = text.count("\n", 0, where) + 1, where - text.rfind("\n", 0, where)
-        raise PlanError(f"{origin} is no JSON: {words} at line {line} column {column}", fix="mend it there") from None
-    except RecursionError:
-        raise PlanError(f"{origin} is nested too deeply", fix="name a DeepSpeed JSON") from None
-    if not isinstance(data, dict):
-        raise PlanError(f"{origin} holds a {type(data).__name__}", fix="write an object, { ... }")
-    return data
-
-
-def _mistake(text: str, error: json.JSONDecodeError) -> tuple[str, int]:
-    """Name the two mistakes that DeepSpeed's own reader lets pass; others in json's words."""
-    rest, before = text[error.pos :], re.search(r",\s*$", text[: error.pos])
-    if re.match(r"//|/\*|#", rest):
-        return "a comment", error.pos
-    if re.match(r"[}\]]", rest) and before:
-        return "a comma before the end", before.start()
-    if re.match(r",\s*[}\]]", rest):  # where Python 3.13 sees it
-        return "a comma before the end", error.pos
-    return error.msg[:1].lower() + error.msg[1:], error.pos
-
-
 @dataclass
 class _File:
     """One JSON while it is read: its sections, and what there is to say of it."""
@@ -159,7 +123,11 @@ class _File:
             data["zero_optimization"] = {"stage": int(data["zero_optimization"])}
         if "bfloat16" in data:
             if "bf16" in data:
-                raise PlanError(f"{self.origin} has bf16 and bfloat16, which are one", fix="keep bf16")
+                raise PlanError(
+                    f"{self.origin} has bf16 and bfloat16, which are one",
+                    code="plan.deepspeed-key-two-names",
+                    fix="keep bf16",
+                )
             data["bf16"] = data.pop("bfloat16")
         self._check("", data)
         for name in _SECTIONS:
@@ -168,26 +136,46 @@ class _File:
             self._check(name, self._section(data["zero_optimization"], name))
         op = data.get("gradient_allreduce_op", "mean")
         if op != "mean":
-            raise PlanError(f"{self.origin} has gradient_allreduce_op {op!r}", fix='leave it out, or write "mean"')
+            raise PlanError(
+                f"{self.origin} has gradient_allreduce_op {op!r}",
+                code="plan.deepspeed-reduce-op",
+                fix='leave it out, or write "mean"',
+            )
         ratio = data["zero_optimization"]["offload_optimizer"].get("ratio", 1)
         if ratio not in (1, AUTO):
-            raise PlanError(f"{self.origin} offloads a share of {ratio} of the optimizer", fix="leave ratio out")
+            raise PlanError(
+                f"{self.origin} offloads a share of {ratio} of the optimizer",
+                code="plan.deepspeed-partial-offload",
+                fix="leave ratio out",
+            )
 
     def _section(self, parent: dict[str, Any], name: str) -> dict[str, Any]:
         if parent.get(name) is not None:
             self.given.add(name)
         section = parent[name] = {} if parent.get(name) is None else parent[name]
         if not isinstance(section, dict):
-            raise PlanError(f"{self.origin} has {name} {section!r}", fix=f'write a section, "{name}": {{ ... }}')
+            raise PlanError(
+                f"{self.origin} has {name} {section!r}",
+                code="plan.deepspeed-not-section",
+                fix=f'write a section, "{name}": {{ ... }}',
+            )
         return section
 
     def _check(self, section: str, values: dict[str, Any]) -> None:
         for key, value in values.items():
             full = f"{section}.{key}" if section else key
             if key not in known(section):
-                raise PlanError(f"{self.origin} has an unknown key {full!r}", fix=nearest(key, known(section)))
+                raise PlanError(
+                    f"{self.origin} has an unknown key {full!r}",
+                    code="plan.deepspeed-unknown-key",
+                    fix=nearest(key, known(section)),
+                )
             if key in REFUSED.get(section, ()) and not is_off(value):
-                raise PlanError(f"{self.origin} has {full}, for which a plan has no word", fix=f"take {key} out")
+                raise PlanError(
+                    f"{self.origin} has {full}, for which a plan has no word",
+                    code="plan.deepspeed-no-equivalent",
+                    fix=f"take {key} out",
+                )
             if key in ASIDE[section]:
                 self.aside.append(full)
 
@@ -209,14 +197,18 @@ class _File:
         if given is default:
             return default
         if isinstance(given, bool) or not isinstance(given, int | float) or given != int(given) or given < 0:
-            raise PlanError(f"{self.origin} has {key} {given!r}", fix="write a whole number")
+            raise PlanError(
+                f"{self.origin} has {key} {given!r}", code="plan.deepspeed-not-whole-number", fix="write a whole number"
+            )
         return int(given)
 
     def switch(self, section: dict[str, Any], key: str, *, default: bool) -> bool:
         """Return a truth value."""
         given = self.value(section, key, default)
         if not isinstance(given, bool):
-            raise PlanError(f"{self.origin} has {key} {given!r}", fix="write true or false")
+            raise PlanError(
+                f"{self.origin} has {key} {given!r}", code="plan.deepspeed-not-boolean", fix="write true or false"
+            )
         return given
 
 
@@ -231,15 +223,25 @@ def _precision(file: _File, asked: DType | None) -> Precision:
         if file.switch(section, "enabled", default=False):
             on.append(name)
     if len(on) == 2:
-        raise PlanError(f"{file.origin} enables bf16 and fp16", fix="keep one of them")
+        raise PlanError(
+            f"{file.origin} enables bf16 and fp16", code="plan.deepspeed-two-precisions", fix="keep one of them"
+        )
     compute: DType = on[0] if on else "fp32"
     if asked not in (None, compute):
-        raise PlanError(f"--precision {asked}, and {file.origin} computes in {compute}", fix="leave --precision out")
+        raise PlanError(
+            f"--precision {asked}, and {file.origin} computes in {compute}",
+            code="plan.deepspeed-precision-contradicts",
+            fix="leave --precision out",
+        )
     if compute == "fp16" and file.data["fp16"].get("loss_scale", 0) not in (0, AUTO):
         file.notes.append("fp16.loss_scale: the loss is scaled dynamically")
     reduce = file.value(file.data, "communication_data_type", None) or compute
     if reduce not in ELEMENT_BYTES:
-        raise PlanError(f"{file.origin} has communication_data_type {reduce!r}", fix=nearest(reduce, ELEMENT_BYTES))
+        raise PlanError(
+            f"{file.origin} has communication_data_type {reduce!r}",
+            code="plan.deepspeed-unknown-dtype",
+            fix=nearest(reduce, ELEMENT_BYTES),
+        )
     return Precision(compute=compute, reduce=reduce)
 
 
@@ -248,30 +250,43 @@ def _batch(file: _File, num_ranks: int | None, batch_size: int | None) -> tuple[
     batch, micro, accumulation = (file.whole(file.data, key, None) for key in (BATCH, MICRO_BATCH, ACCUMULATION))
     for key, value in ((BATCH, batch), (MICRO_BATCH, micro), (ACCUMULATION, accumulation)):
         if value == 0:
-            raise PlanError(f"{file.origin} has {key} 0", fix="write a whole number of at least 1")
+            raise PlanError(
+                f"{file.origin} has {key} 0", code="plan.deepspeed-batch-zero", fix="write a whole number of at least 1"
+            )
     if batch_size is not None and batch not in (None, batch_size):
-        raise PlanError(f"--batch-size {batch_size}, and {file.origin} has {batch}", fix="leave --batch-size out")
+        raise PlanError(
+            f"--batch-size {batch_size}, and {file.origin} has {batch}",
+            code="plan.deepspeed-batch-contradicts",
+            fix="leave --batch-size out",
+        )
     batch = batch or batch_size
     if num_ranks is None:
         num_ranks = _ranks(file.origin, batch, micro, accumulation)
     if batch is None:
         if micro is None:
-            raise PlanError(f"{file.origin} has neither {BATCH} nor {MICRO_BATCH}", fix="give --batch-size")
+            raise PlanError(
+                f"{file.origin} has neither {BATCH} nor {MICRO_BATCH}",
+                code="plan.deepspeed-batch-missing",
+                fix="give --batch-size",
+            )
         batch = micro * (accumulation or 1) * num_ranks
     try:
         split = split_batch(batch, dp=num_ranks, accumulation=accumulation, micro_batch=micro)
     except PlanError as error:
-        raise PlanError(f"{file.origin}: {error.fact}", fix=error.fix) from None
+        raise PlanError(f"{file.origin}: {error.fact}", code=error.code, fix=error.fix) from None
     return num_ranks, split
 
 
 def _ranks(origin: str, batch: int | None, micro: int | None, accumulation: int | None) -> int:
     if batch is None or micro is None or accumulation is None:
-        raise PlanError(f"{origin} does not tell how many ranks it is for", fix="give --nproc")
+        raise PlanError(
+            f"{origin} does not tell how many ranks it is for", code="plan.deepspeed-ranks-unknown", fix="give --nproc"
+        )
     ranks, rest = divmod(batch, micro * accumulation)
     if rest or not ranks:
         raise PlanError(
             f"{origin}: {BATCH} {batch} is no multiple of {MICRO_BATCH} {micro} x {ACCUMULATION} {accumulation}",
+            code="plan.batch-not-divisible",
             fix=f"set {BATCH} to {max(1, ranks) * micro * accumulation}, or leave one of the three out",
         )
     return ranks
@@ -284,19 +299,37 @@ def _offload(file: _File, zero: dict[str, Any], stage: int) -> Offload:
         device = file.value(zero[name], "device", "none")
         if zero.get(old):
             if name in file.given:
-                raise PlanError(f"{file.origin} has {name} and {old}", fix=f"keep {name}")
+                raise PlanError(
+                    f"{file.origin} has {name} and {old}", code="plan.deepspeed-key-two-names", fix=f"keep {name}"
+                )
             device = "cpu"
         if device not in _DEVICES:
-            raise PlanError(f"{file.origin} has {name}.device {device!r}", fix=nearest(str(device), _DEVICES))
+            raise PlanError(
+                f"{file.origin} has {name}.device {device!r}",
+                code="plan.deepspeed-offload-device",
+                fix=nearest(str(device), _DEVICES),
+            )
         if device != "none" and stage < least:
-            raise PlanError(f"{file.origin} has {name} with stage {stage}", fix=f"use stage {least} or more, or none")
+            raise PlanError(
+                f"{file.origin} has {name} with stage {stage}",
+                code="plan.deepspeed-offload-stage",
+                fix=f"use stage {least} or more, or none",
+            )
         if device == "nvme":
             folders.add(zero[name].get("nvme_path") or "")
         places[name] = device
     if "" in folders:
-        raise PlanError(f"{file.origin} offloads to nvme without a folder", fix="write nvme_path beside device")
+        raise PlanError(
+            f"{file.origin} offloads to nvme without a folder",
+            code="plan.nvme-folder-missing",
+            fix="write nvme_path beside device",
+        )
     if len(folders) > 1:
-        raise PlanError(f"{file.origin} offloads to {' and '.join(sorted(folders))}", fix="use one folder for both")
+        raise PlanError(
+            f"{file.origin} offloads to {' and '.join(sorted(folders))}",
+            code="plan.nvme-folders-differ",
+            fix="use one folder for both",
+        )
     folder = folders.pop() if folders else ""
     return Offload(parameters=places["offload_param"], optimizer=places["offload_optimizer"], folder=folder)
 
@@ -315,7 +348,9 @@ def _communication(file: _File, zero: dict[str, Any], precision: Precision) -> C
     if gathered is not None and gathered != (elements or 0) + (elements or 0) % 2:
         file.notes.append(f"allgather_bucket_size {gathered}: one bucket_mb is for both, reduce_bucket_size is taken")
     if elements == 0:
-        raise PlanError(f"{file.origin} has reduce_bucket_size 0", fix="write a size above 0")
+        raise PlanError(
+            f"{file.origin} has reduce_bucket_size 0", code="plan.bucket-not-positive", fix="write a size above 0"
+        )
     megabytes = default.bucket_mb if elements is None else bucket_megabytes(elements, precision.reduce)
     per_block = bucket_elements(megabytes, precision.reduce)
     prefetch = default.prefetch if ahead is None else max(1, round(ahead / per_block))

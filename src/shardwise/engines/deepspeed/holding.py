@@ -87,6 +87,7 @@ class Holding:
             else:
                 raise JobError(
                     f"the checkpoint has {key} of {name} as {list(shape)}, which no slice of the parameter can hold",
+                    code="support.deepspeed-state-shape",
                     fix="resume with --set engine=torch",
                 )
         self._given = Held(empty, states)
@@ -141,6 +142,7 @@ class Holding:
                 raise JobError(
                     f"the checkpoint has {key} {count.item():g} for {name} and {state[key].item():g} for others, which"
                     " share one under DeepSpeed",
+                    code="checkpoint.optimizer-steps-differ",
                     fix="resume with --set engine=torch",
                 )
             state[key] = given

@@ -28,10 +28,16 @@ def require_deepspeed() -> None:
     try:
         found = version("deepspeed")
     except PackageNotFoundError:
-        raise InputError("engine deepspeed needs DeepSpeed, which is not installed", fix=PIP) from None
+        raise InputError(
+            "engine deepspeed needs DeepSpeed, which is not installed", code="extra.deepspeed-missing", fix=PIP
+        ) from None
     if tuple(int(part) for part in found.split("+")[0].split(".")[:2]) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
-        raise InputError(f"engine deepspeed needs DeepSpeed {oldest} or newer, {found} is installed", fix=PIP)
+        raise InputError(
+            f"engine deepspeed needs DeepSpeed {oldest} or newer, {found} is installed",
+            code="engine.deepspeed-too-old",
+            fix=PIP,
+        )
 
 
 def import_deepspeed() -> Any:
@@ -74,11 +80,19 @@ def _require_kernels(plan: Plan, deepspeed: Any) -> None:
     """Refuse what this machine cannot compute, and a disk that it cannot use."""
     accelerator = deepspeed.accelerator.get_accelerator()
     if plan.precision.compute == "fp16" and not accelerator.is_fp16_supported():
-        raise PlanError("this device does not compute in fp16 under DeepSpeed", fix="use precision bf16 or fp32")
+        raise PlanError(
+            "this device does not compute in fp16 under DeepSpeed",
+            code="support.deepspeed-fp16-device",
+            fix="use precision bf16 or fp32",
+        )
     if "nvme" not in (plan.offload.parameters, plan.offload.optimizer):
         return
     if not Path(plan.offload.folder).is_dir():
-        raise PlanError(f"plan offload.folder {plan.offload.folder} is no folder", fix="make it first")
+        raise PlanError(
+            f"plan offload.folder {plan.offload.folder} is no folder",
+            code="plan.nvme-folder-not-found",
+            fix="make it first",
+        )
     from deepspeed.ops.op_builder import AsyncIOBuilder
     from torch.utils.cpp_extension import is_ninja_available
 
@@ -86,5 +100,6 @@ def _require_kernels(plan: Plan, deepspeed: Any) -> None:
         raise PlanError(
             "plan offloads to nvme, for which DeepSpeed compiles an operator (once, minutes), and libaio's headers, g++"
             " or ninja is missing",
+            code="engine.deepspeed-nvme-build",
             fix="apt-get install libaio-dev g++ ninja-build",
         )

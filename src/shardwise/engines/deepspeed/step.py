@@ -90,6 +90,7 @@ class DeepSpeedStep(PlainStep):
                 raise JobError(
                     f"parameters got no gradient in the first step ({', '.join(missing)}), and DeepSpeed would move"
                     " them all the same",
+                    code="train.unused-parameters",
                     fix="freeze them, use them, or --set engine=torch",
                 )
         return sums[0] if len(sums) == 1 else torch.stack(sums).sum()

@@ -29,7 +29,11 @@ class BatchNorm(nn.BatchNorm):  # type: ignore[misc]  # MLX's classes are untype
         if not self.training:
             return super().__call__(x)  # type: ignore[no-any-return]
         if x.ndim < 2:
-            raise JobError(f"{self.name} gets {x.ndim} dimensions", fix="give it rows and channels at least")
+            raise JobError(
+                f"{self.name} gets {x.ndim} dimensions",
+                code="model.batch-norm-dimensions",
+                fix="give it rows and channels at least",
+            )
         real = mx.array(1, dtype=mx.bool_) if self.real is None else self.real
         scaled = "weight" in self
         weight, bias = (self.weight, self.bias) if scaled else (mx.ones(x.shape[-1]), mx.zeros(x.shape[-1]))

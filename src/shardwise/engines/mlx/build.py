@@ -71,6 +71,7 @@ def _norm_batches(model: nn.Module, group: mx.distributed.Group | None) -> list[
     if foreign and group is not None:
         raise JobError(
             f"{some_of(foreign)}: a batch norm class of its own cannot be synced over ranks",
+            code="support.batch-norm-class",
             fix="use mlx.nn.BatchNorm itself, or --set batch_norm=local",
         )
     return share_batch_norms(model, group)
@@ -82,12 +83,15 @@ def _make_model(job: Job, plan: Plan) -> nn.Module:
     model: object = job.model()
     if not isinstance(model, nn.Module):
         raise JobError(
-            f"Job.model made a {type(model).__name__}, and engine mlx trains none such", fix="--set engine=torch"
+            f"Job.model made a {type(model).__name__}, and engine mlx trains none such",
+            code="model.not-mlx-module",
+            fix="--set engine=torch",
         )
     lower = [name for name, array in tree_flatten(model.parameters()) if array.dtype in (mx.bfloat16, mx.float16)]
     if lower:
         raise JobError(
             f"the model holds {some_of(lower)} in 16 bits, and the plan holds weights in {plan.precision.parameter}",
+            code="model.trained-dtype-mismatch",
             fix="build it in fp32, and --set precision.compute=bf16 to compute in 16 bits",
         )
     if plan.precision.parameter == "fp64":

@@ -90,7 +90,11 @@ def form_of(model: nn.Module) -> Form:
             tied[name] = original
     trainable = {tied.get(name, name) for name, _ in tree_flatten(model.trainable_parameters())}
     if not trainable:
-        raise JobError("the model has no trainable parameter", fix="leave some unfrozen: model.unfreeze()")
+        raise JobError(
+            "the model has no trainable parameter",
+            code="model.no-trainable-parameter",
+            fix="leave some unfrozen: model.unfreeze()",
+        )
     modules = dict(model.named_modules())
     statistics = tuple(name for name, _ in flat if _is_statistic(name, modules))
     names = [name for name, _ in flat if name not in tied and name not in statistics]

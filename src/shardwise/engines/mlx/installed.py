@@ -17,7 +17,9 @@ def require_mlx() -> None:
     try:
         found = version("mlx")
     except PackageNotFoundError:
-        raise InputError("engine mlx needs MLX, which is not installed", fix=PIP) from None
+        raise InputError("engine mlx needs MLX, which is not installed", code="extra.mlx-missing", fix=PIP) from None
     if tuple(int(part) for part in found.split("+")[0].split(".")[:3]) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
-        raise InputError(f"engine mlx needs MLX {oldest} or newer, {found} is installed", fix=PIP)
+        raise InputError(
+            f"engine mlx needs MLX {oldest} or newer, {found} is installed", code="engine.mlx-too-old", fix=PIP
+        )

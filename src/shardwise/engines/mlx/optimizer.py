@@ -66,6 +66,7 @@ def make_groups(factory: OptimizerFactory, form: Form, arrays: Arrays) -> tuple[
     if not isinstance(optimizer, optimizers.Optimizer):
         raise JobError(
             f"Job.optimizer made a {type(optimizer).__name__} for an MLX model",
+            code="optimizer.not-mlx",
             fix="use sw.adamw or sw.sgd, or return one of mlx.optimizers",
         )
     optimizer.init(tree_unflatten([(name, arrays[name]) for name in form.trained]))
@@ -81,6 +82,7 @@ def _refuse_own_rates(optimizer: optimizers.Optimizer) -> None:
     if scheduled or relative or "learning_rate" not in optimizer.state:
         raise JobError(
             f"the optimizer {type(optimizer).__name__} brings a schedule of its own",
+            code="optimizer.own-schedule",
             fix=f"give it a number{' and relative_step=False' if relative else ''},"
             " and the schedule to the job: schedule=sw.schedules.Cosine()",
         )
@@ -131,6 +133,7 @@ def write_states(groups: Sequence[Group], form: Form, states: Mapping[str, Tenso
         if len(counts) > 1:
             raise JobError(
                 f"the checkpoint's parameters were moved {sorted(counts)} times, and MLX counts for all at once",
+                code="checkpoint.optimizer-steps-differ",
                 fix="go on with engine torch, or --resume never",
             )
         if counts and group.counts:

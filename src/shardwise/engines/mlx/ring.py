@@ -67,6 +67,7 @@ def join_group(world: World, *, note: Callable[[str], None] = lambda _: None) ->
         raise WorldError(
             f"this process is rank {group.rank()} of {group.size()} in a ring of MLX, and rank {world.rank} of"
             f" {world.size} in its world",
+            code="world.mlx-ring-stale",
             fix="start a fresh process: MLX keeps a ring for as long as one lives",
         )
     return group
@@ -79,19 +80,35 @@ def parse_hosts(text: str, world_size: int) -> Ring:
     except ValueError:
         hosts = None
     if not isinstance(hosts, list) or not all(isinstance(host, list | str) for host in hosts):
-        raise WorldError("is no JSON list of hosts", fix='write [["10.0.0.1:5000"], ["10.0.0.2:5000"]], by rank')
+        raise WorldError(
+            "is no JSON list of hosts",
+            code="env.mlx-hostfile-syntax",
+            fix='write [["10.0.0.1:5000"], ["10.0.0.2:5000"]], by rank',
+        )
     ring = tuple(tuple(map(_parse, [host] if isinstance(host, str) else host)) for host in hosts)
     if len(ring) != world_size:
-        raise WorldError(f"names {len(ring)} hosts for {world_size} ranks", fix="name one for each rank")
+        raise WorldError(
+            f"names {len(ring)} hosts for {world_size} ranks",
+            code="env.mlx-hostfile-size",
+            fix="name one for each rank",
+        )
     if len({len(endpoints) for endpoints in ring}) > 1 or not ring[0]:
-        raise WorldError("gives ranks different numbers of addresses", fix="give each rank as many as the others")
+        raise WorldError(
+            "gives ranks different numbers of addresses",
+            code="env.mlx-hostfile-unequal",
+            fix="give each rank as many as the others",
+        )
     return ring
 
 
 def _parse(text: object) -> Endpoint:
     host, colon, port = str(text).partition(":")
     if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
-        raise WorldError(f"has {text!r}, which is no address and port", fix="write it as 10.0.0.1:5000")
+        raise WorldError(
+            f"has {text!r}, which is no address and port",
+            code="env.mlx-hostfile-address",
+            fix="write it as 10.0.0.1:5000",
+        )
     return Endpoint(host, int(port))
 
 
@@ -126,21 +143,33 @@ def _given_ring(world: World) -> Ring | None:
         given = variables("MLX_")
         rank, path = given.get("MLX_RANK", str(world.rank)), given.get("MLX_HOSTFILE")
         if rank != str(world.rank):
-            raise WorldError(f"MLX_RANK={rank} on rank {world.rank}", fix="unset MLX_RANK: the launcher says it")
+            raise WorldError(
+                f"MLX_RANK={rank} on rank {world.rank}",
+                code="env.mlx-rank-mismatch",
+                fix="unset MLX_RANK: the launcher says it",
+            )
         if path is None:
             return None
         try:
             return parse_hosts(Path(path).read_text(), world.size)
         except (OSError, UnicodeError) as error:
             words = getattr(error, "strerror", None) or "no text"
-            raise WorldError(f"MLX_HOSTFILE {path} cannot be read on rank {world.rank}: {words}", fix=_OWN) from error
+            raise WorldError(
+                f"MLX_HOSTFILE {path} cannot be read on rank {world.rank}: {words}",
+                code="env.mlx-hostfile-read-failed",
+                fix=_OWN,
+            ) from error
         except WorldError as error:
-            raise WorldError(f"MLX_HOSTFILE {path} {error.fact}", fix=error.fix) from error
+            raise WorldError(f"MLX_HOSTFILE {path} {error.fact}", code=error.code, fix=error.fix) from error
 
     rings = _on_all(world, read)
     different = next((rank for rank, ring in enumerate(rings) if ring != rings[0]), None)
     if different is not None:
-        raise WorldError(f"MLX_HOSTFILE says another ring on rank {different} than on rank 0", fix=_OWN)
+        raise WorldError(
+            f"MLX_HOSTFILE says another ring on rank {different} than on rank 0",
+            code="env.mlx-hostfiles-differ",
+            fix=_OWN,
+        )
     return rings[0]
 
 
@@ -178,6 +207,7 @@ def _address_towards(host: str) -> str:
         except OSError as error:
             raise WorldError(
                 f"{socket.gethostname()} has no IPv4 way to {host} ({error.strerror}), and MLX's ring takes no other",
+                code="world.mlx-no-route",
                 fix="name addresses in MLX_HOSTFILE",
             ) from error
         return str(asking.getsockname()[0])
@@ -204,6 +234,7 @@ def _try_out(world: World, ring: Ring) -> None:
                     raise WorldError(
                         f"rank {world.rank} on {world.host} cannot reach rank {following} at {endpoint} for MLX's"
                         f" ring: {words}",
+                        code="world.mlx-peer-unreachable",
                         fix="open this way between the hosts, or name other addresses in MLX_HOSTFILE",
                     ) from error
 
@@ -225,6 +256,7 @@ def _connect(world: World, ring: Ring) -> mx.distributed.Group:
             except RuntimeError as error:
                 raise WorldError(
                     f"rank {world.rank} could not join MLX's ring: {str(error).splitlines()[0]}",
+                    code="world.mlx-ring-failed",
                     fix="see what the ranks beside it say",
                 ) from error
 
@@ -240,6 +272,7 @@ def _bound(endpoint: Endpoint, rank: int) -> socket.socket:
         taken.close()
         raise WorldError(
             f"rank {rank} on {socket.gethostname()} cannot listen at {endpoint} for MLX's ring: {error.strerror}",
+            code="world.mlx-listen-failed",
             fix="name an address of that host and a free port in MLX_HOSTFILE, or unset it",
         ) from error
     return taken

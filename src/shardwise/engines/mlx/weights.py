@@ -43,7 +43,9 @@ def read_weights(path: Path, model: nn.Module, form: Form) -> Origin:
     missing = sorted(set(known.values()) - set(saved))
     if missing or extra:
         raise JobError(
-            f"Job.weights {path} lacks {missing} and has extra {extra}", fix="name the state dict of this model"
+            f"Job.weights {path} lacks {missing} and has extra {extra}",
+            code="model.weights-keys-mismatch",
+            fix="name the state dict of this model",
         )
     _write(model, layout, saved, path)
     return Origin(f"read from {path}", max((int(values[name]) for name in form.counts if name in values), default=0))
@@ -77,6 +79,7 @@ def _write(model: nn.Module, form: Form, values: dict[str, Tensor], path: Path |
             ours = list(form.to_torch(name, held[name]).shape)
             raise JobError(
                 f"Job.weights {path} does not load ({name} is {list(value.shape)}, the model's {ours})",
+                code="model.weights-shape-mismatch",
                 fix="name the state dict of this model",
             )
         arrays[name] = array.astype(held[name].dtype)

@@ -56,9 +56,9 @@ class ResNet(nn.Module):  # type: ignore[misc]  # mlx is not followed
     ) -> None:
         super().__init__()
         if norm not in NORMS:
-            raise JobError(f"resnet has no norm {norm!r}", fix=nearest(str(norm), NORMS))
+            raise JobError(f"resnet has no norm {norm!r}", code="model.unknown-norm", fix=nearest(str(norm), NORMS))
         if stem not in STEMS:
-            raise JobError(f"resnet has no stem {stem!r}", fix=nearest(str(stem), STEMS))
+            raise JobError(f"resnet has no stem {stem!r}", code="model.unknown-stem", fix=nearest(str(stem), STEMS))
         size, stride = (3, 1) if stem == "small" else (7, 2)
         self.stem = Projection(in_channels, WIDTHS[0], size, stride, norm)
         self.pool = None if stem == "small" else nn.MaxPool2d(3, stride=2, padding=1)

@@ -50,7 +50,9 @@ def published_subject(
 
     held, why = _precision(cluster, precision)
     if lora is not None and lora < 1:
-        raise PlanError(f"LoRA rank {lora} adapts nothing", fix="use 1 or more, such as 16")
+        raise PlanError(
+            f"LoRA rank {lora} adapts nothing", code="job.lora-rank-invalid", fix="use 1 or more, such as 16"
+        )
     plain, gathered = (
         published(name, compute=held.compute, gathered=gathered, length=length, lora=lora or 0)
         for gathered in (False, True)

@@ -61,7 +61,7 @@ def place(layout: Layout, axes: tuple[str, ...], cluster: Cluster) -> Placement:
     """Return where groups along `axes` stand when rank r is device r of the cluster, counted node by node."""
     for axis in axes:
         if axis not in AXES:
-            raise LayoutError(f"layout has no axis {axis!r}", fix=nearest(axis, AXES))
+            raise LayoutError(f"layout has no axis {axis!r}", code="layout.unknown-axis", fix=nearest(axis, AXES))
     room = cluster.devices_per_node
     ranks, per_node, stride = 1, 1, 1
     whole = True

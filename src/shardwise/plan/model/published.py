@@ -47,17 +47,24 @@ def _hold_frozen_narrow(part: Part) -> Part:
 
 def _published(name: str, length: int | None, options: dict[str, Any]) -> ModelShape:
     if length is not None and length < 1:
-        raise PlanError(f"samples have length {length}", fix="use a whole number of at least 1")
+        raise PlanError(
+            f"samples have length {length}", code="plan.sample-length-invalid", fix="use a whole number of at least 1"
+        )
     if name in SIZES:
         config = SIZES[name]
         length = config.context if length is None else length
         if config.family == "gpt2" and length > config.context:
-            raise PlanError(f"{name} has {config.context} positions, samples have {length} tokens", fix="shorten them")
+            raise PlanError(
+                f"{name} has {config.context} positions, samples have {length} tokens",
+                code="model.context-exceeded",
+                fix="shorten them",
+            )
         return decoder_shape(name, config, length, **options)
     if name in RESNETS:
         if options.pop("lora"):
             raise PlanError(
                 f"adapters go beside linear modules, and {name} has convolutions",
+                code="model.no-linear-modules",
                 fix="leave out --lora, or name a decoder",
             )
         bottleneck, num_blocks = RESNETS[name]
@@ -69,4 +76,4 @@ def _published(name: str, length: int | None, options: dict[str, Any]) -> ModelS
     if name in BYT5_SIZES:
         settings = BYT5_COMMON | BYT5_SIZES[name]
         return t5_shape(name, settings, length or BYT5_LENGTH, **options)
-    raise PlanError(f"there is no published model {name!r}", fix=nearest(name, PUBLISHED))
+    raise PlanError(f"there is no published model {name!r}", code="model.unknown-name", fix=nearest(name, PUBLISHED))

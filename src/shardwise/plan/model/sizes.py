@@ -34,24 +34,35 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
-            raise JobError(f"decoder has no family {self.family!r}", fix=nearest(str(self.family), FAMILIES))
+            raise JobError(
+                f"decoder has no family {self.family!r}",
+                code="model.unknown-family",
+                fix=nearest(str(self.family), FAMILIES),
+            )
         for name in ("vocab_size", "context", "width", "num_layers", "num_heads", "kv_heads", "hidden_width"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise JobError(f"decoder {name} is {value!r}", fix="use a whole number of at least 1")
+                raise JobError(
+                    f"decoder {name} is {value!r}",
+                    code="model.setting-not-positive",
+                    fix="use a whole number of at least 1",
+                )
         if self.width % self.num_heads:
             raise JobError(
                 f"decoder width {self.width} does not divide into {self.num_heads} heads",
+                code="model.width-not-divisible",
                 fix=f"use width={-(-self.width // self.num_heads) * self.num_heads}",
             )
         if self.num_heads % self.kv_heads:
             raise JobError(
                 f"decoder num_heads {self.num_heads} does not divide into {self.kv_heads} groups",
+                code="model.heads-not-divisible",
                 fix="use a num_kv_heads that divides num_heads",
             )
         if self.family == "llama" and self.head_width % 2:
             raise JobError(
                 f"decoder heads are {self.head_width} wide, rotary positions turn pairs",
+                code="model.odd-head-width",
                 fix="use an even width / num_heads",
             )
 
@@ -74,7 +85,7 @@ class DecoderConfig:
 def decoder_config(name: str, **overrides: object) -> DecoderConfig:
     """Return a published size by name, with single fields replaced."""
     if name not in SIZES:
-        raise JobError(f"there is no decoder {name!r}", fix=nearest(str(name), SIZES))
+        raise JobError(f"there is no decoder {name!r}", code="model.unknown-name", fix=nearest(str(name), SIZES))
     return override(SIZES[name], **overrides)
 
 
@@ -83,7 +94,7 @@ def override(config: DecoderConfig, **overrides: object) -> DecoderConfig:
     known = [field.name for field in fields(DecoderConfig)]
     for key in overrides:
         if key not in known:
-            raise JobError(f"a decoder has no {key!r}", fix=nearest(key, known))
+            raise JobError(f"a decoder has no {key!r}", code="model.unknown-setting", fix=nearest(key, known))
     return replace(config, **overrides)  # type: ignore[arg-type]  # __post_init__ checks the values
 
 

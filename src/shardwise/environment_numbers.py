@@ -1,0 +1,62 @@
+"""Numbers among the variables of launchers: read, and refused where they are missing or are not numbers."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from shardwise.errors import EnvironmentVariablesError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def number(environ: Mapping[str, str], name: str) -> int | None:
+    """Return the whole number in a variable, None where it is unset or empty."""
+    text = environ.get(name)
+    if text is None or text == "":
+        return None
+    if not re.fullmatch(r"[0-9]+", text.strip()):
+        raise EnvironmentVariablesError(
+            f"{name}={text!r} is not a whole number of at least 0",
+            code="env.not-whole-number",
+            fix=f"export or unset {name}",
+        )
+    return int(text)
+
+
+def required_number(environ: Mapping[str, str], name: str) -> int:
+    """Return the whole number in a variable that a launcher sets whenever it sets its others."""
+    found = number(environ, name)
+    if found is None:
+        raise EnvironmentVariablesError(
+            f"{name} is not set beside the other variables of its launcher",
+            code="env.variable-missing",
+            fix="export RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT yourself",
+        )
+    return found
+
+
+def rank_and_size(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int | None, int | None]:
+    """Return the rank and the size of a world, None and None where neither is set."""
+    rank, size = number(environ, rank_name), number(environ, size_name)
+    if rank is None and size is None:
+        return None, None
+    if rank is None or size is None:
+        present, absent = (size_name, rank_name) if rank is None else (rank_name, size_name)
+        raise EnvironmentVariablesError(
+            f"{present}={environ[present]} is set but {absent} is not",
+            code="env.rank-missing" if rank is None else "env.world-size-missing",
+            fix=f"export {absent}, or unset {present}",
+        )
+    if size == 0:
+        raise EnvironmentVariablesError(
+            f"{size_name}=0 leaves no rank", code="env.world-size-zero", fix=f"use {size_name} of at least 1"
+        )
+    if rank >= size:
+        raise EnvironmentVariablesError(
+            f"{rank_name}={rank} is not below {size_name}={size}",
+            code="env.rank-too-large",
+            fix=f"use {rank_name} 0 to {size - 1}",
+        )
+    return rank, size
