@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.data import cursor, feed, slices
+from shardwise.data import cursor, feed, loaders, slices
 from shardwise.job import refer
 from shardwise.layout import Layout
 from shardwise.parallel import apply, context, norm, stage_plan, tensor
@@ -277,6 +277,39 @@ def test_rows_that_only_a_short_step_loses(plant):
     assert finding_on("ddp", job="divisible").cause == "other batches"
 
 
+def spoil_moments(right, self, batch):
+    report = right(self, batch)
+    if batch.samples < 40:
+        for state in self.optimized.optimizer.state.values():
+            state["exp_avg"].mul_(2)
+    return report
+
+
+def keep_largest_weight(right, self, loss, weight):
+    self.largest = max(weight, getattr(self, "largest", 0.0))
+    return right(self, loss, self.largest)
+
+
+def repeat_epoch(right, places, *, seed, epoch, length):
+    return right(places, seed=seed, epoch=0, length=length)
+
+
+@pytest.mark.parametrize(
+    ("bug", "cause"),
+    [
+        ((plain.PlainStep, "__call__", spoil_moments), "different updates"),
+        ((plain.PlainStep, "_pass_back", keep_largest_weight), "double loss scaling"),
+        ((loaders, "sample_ids", repeat_epoch), "other batches"),
+    ],
+    ids=["optimizer moments", "normalizer", "position in the data"],
+)
+def test_state_that_a_short_step_spoils_shows_in_the_full_step_after_it(plant, bug, cause):
+    plant(*bug)
+    report = verify(refer(f"{JOBS}:batch_norm", {}), ["ddp"], nproc=2)
+    (finding,) = report.verdicts[0].findings
+    assert (finding.cause, finding.step) == (cause, report.steps - 1)
+
+
 def test_skipped_last_micro_batch(plant):
     plant(plain.PlainStep, "_accumulate", lambda right, self, batches, weight: right(self, batches[:-1], weight))
     finding = finding_on("ddp+accumulation=5")
@@ -333,7 +366,7 @@ def test_ranks_that_read_the_same_rows(plant):
         return right(slices.Slices(**{**vars(self), "reader": 0}), step)
 
     plant(slices.Slices, "places", first_reader)
-    finding = finding_on("ddp", steps=3)
+    finding = finding_on("ddp")
     assert finding.cause == "other batches"
     assert finding.step == 2  # the short step, whose rows are dealt out by places
     assert "read by no rank" in finding.evidence

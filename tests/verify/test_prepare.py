@@ -23,8 +23,9 @@ def test_dropout_is_off_unless_asked_for():
 
 
 @pytest.mark.parametrize(("batch_size", "rows"), [(2, 3), (3, 4), (8, 13), (10, 15), (40, 61)])
-def test_the_last_step_is_short_and_an_evaluation_ends_unevenly(batch_size, rows):
-    job = prepare_job(Preparation(reference=refer(f"{JOBS}:evaluated", {"batch_size": str(batch_size)}), steps=2))
+@pytest.mark.parametrize("steps", [2, 3])
+def test_the_second_step_is_short_and_an_evaluation_ends_unevenly(batch_size, rows, steps):
+    job = prepare_job(Preparation(reference=refer(f"{JOBS}:evaluated", {"batch_size": str(batch_size)}), steps=steps))
     assert (len(job.data("train")), len(job.data("test"))) == (rows, rows)
     assert rows % batch_size
     assert job.data("other") is None

@@ -144,11 +144,15 @@ def test_a_job_that_one_process_cannot_train_is_said_so():
         report_on(["ddp"], job="broken")
 
 
+def test_a_report_notes_that_no_full_step_followed_the_short_one():
+    assert report_on(["ddp"], nproc=1, steps=2).notes[1].startswith("no full step followed a short one")
+
+
 def test_report_survives_json_and_has_its_tables():
     report = report_on(["ddp"])
     assert msgspec.json.decode(report.to_json(), type=VerifyReport) == report
     assert report_table(report).row_count == 1
-    assert summary_line(report) == "jobs: 1 passed; 3 steps on 2 ranks beside one process"
+    assert summary_line(report) == "jobs: 1 passed; 4 steps on 2 ranks beside one process"
     assert markdown_table([report]).splitlines()[0] == "| plan | jobs x 2 |"
     assert markdown_table([report]).splitlines()[2].startswith("| `ddp` | ")
 

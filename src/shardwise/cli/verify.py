@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="all, or presets, products and .toml files, comma separated; zero3+recompute=full overrides a field.",
 )
-@click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps to compare (default: 3, 6 with --resume).")
+@click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps to compare (default: 4, 6 with --resume).")
 @click.option(
     "--nproc",
     "--nproc-per-node",
@@ -81,6 +81,7 @@ def command(
     from shardwise.cli.train import split_settings
     from shardwise.cli.verify_rules import check_options, propose_rules
     from shardwise.verify import verify
+    from shardwise.verify.prepare import STEPS
     from shardwise.verify.report import markdown_table
 
     _check_place(markdown)
@@ -90,13 +91,13 @@ def command(
     check_options(propose=propose, nproc=nproc, plans=plans, settings=of_plans, **more)
     if propose:
         return propose_rules(
-            reference, nproc=nproc or 2, steps=steps or 3, precision=exact, shrink=shrink, as_json=as_json, out=out
+            reference, nproc=nproc or 2, steps=steps or STEPS, precision=exact, shrink=shrink, as_json=as_json, out=out
         )
     report = verify(
         reference,
         _named(plans, of_plans),
         nproc=nproc or 4,
-        steps=steps or (6 if resume else 3),
+        steps=steps or (6 if resume else STEPS),
         precision=exact,
         shrink=shrink,
         resume=resume,

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from shardwise.job import Lora
 
+STEPS = 4
+"""Steps unless asked otherwise: two full ones, a short one, and a full one that shows what the short one left behind."""
 _MOST_LAYERS = 8
 """Enough for four pipeline ranks with two stages each."""
 _HEAD_WIDTH = 8
@@ -59,10 +61,12 @@ def prepare_job(preparation: Preparation) -> Job:
 
 
 class PreparedData:
-    """The job's data, as much as makes the last step short and an evaluation end unevenly.
+    """The job's data, as much as makes the last step but one short and an evaluation end unevenly.
 
-    A short step deals out rows that divide by nothing, which is where counts, padding and empty ranks go wrong. A
-    stream, or a dataset that ends sooner, stays as it is.
+    A short step splits rows that divide by nothing, which is where counts, padding and empty ranks go wrong. It ends
+    the epoch, and the full step after it, the first of the next epoch, shows whether it left optimizer, statistics,
+    normalizer and position in the data as they should be. Of two steps the last is short, one step is full. A stream,
+    or a dataset that ends sooner, stays as it is.
     """
 
     def __init__(self, job: Job, steps: int) -> None:
@@ -75,9 +79,14 @@ class PreparedData:
         dataset = self._make(split)
         if dataset is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             return dataset
-        full_steps = 1 if split != "train" else self._steps - 1
+        full_steps = 1 if split != "train" else self._full_steps
         wanted = full_steps * self._batch_size + self._short_rows
         return Subset(dataset, range(wanted)) if full_steps and wanted < len(dataset) else dataset
+
+    @property
+    def _full_steps(self) -> int:
+        """Full steps of an epoch."""
+        return self._steps - 2 if self._steps > 2 else self._steps - 1
 
     @property
     def _short_rows(self) -> int:

@@ -17,7 +17,7 @@ from shardwise.parallel.blueprint import structure
 from shardwise.parallel.propose_rules import Cut, merged, propose_cuts
 from shardwise.run.exitcodes import CHECK_FAILED, DONE
 from shardwise.verify.bench import Bench
-from shardwise.verify.prepare import Preparation, prepare_job
+from shardwise.verify.prepare import STEPS, Preparation, prepare_job
 from shardwise.verify.ranks import preload
 from shardwise.verify.report import PlanVerdict, verdict_words
 from shardwise.verify.verify import judge
@@ -67,7 +67,7 @@ def propose(
     reference: JobReference,
     *,
     nproc: int,
-    steps: int = 3,
+    steps: int = STEPS,
     precision: Exact = "fp64",
     shrink: bool = False,
     timeout_s: float = 600.0,

@@ -30,7 +30,7 @@ from shardwise.verify.plans import (
     one_process,
     settle_plan,
 )
-from shardwise.verify.prepare import Preparation
+from shardwise.verify.prepare import STEPS, Preparation
 from shardwise.verify.pulse import StuckError
 from shardwise.verify.ranks import preload, require_meeting
 from shardwise.verify.report import Finding, Gap, PlanVerdict, VerifyReport
@@ -61,7 +61,7 @@ def verify(
     plans: Sequence[str] | None = None,
     *,
     nproc: int,
-    steps: int = 3,
+    steps: int = STEPS,
     precision: Exact = "fp64",
     shrink: bool = False,
     resume: bool = False,
@@ -119,10 +119,15 @@ def verify(
 
 
 def _coverage(one: Traced, batch_size: int) -> tuple[str, ...]:
-    """Say so where no step had fewer rows than the batch: uneven rows were not seen then."""
-    if batch_size == 1 or any(len(rows) < batch_size for rows in one.rows):
+    """Return a note where no step had fewer rows than the batch, or none that has all its rows followed one."""
+    shorts = [step for step, rows in enumerate(one.rows) if len(rows) < batch_size]
+    if batch_size == 1:
         return ()
-    return ("no step was short: the training data is a stream, or only one step was trained",)
+    if not shorts:
+        return ("no step was short: the training data is a stream, or only one step was trained",)
+    if all(step in shorts for step in range(shorts[0], len(one.rows))):
+        return ("no full step followed a short one: state that a short step spoils was not seen",)
+    return ()
 
 
 def _check_plans(names: Sequence[str], *, batch_size: int, nproc: int, made_for: MadeFor) -> None:
