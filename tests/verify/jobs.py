@@ -143,7 +143,11 @@ def biased():
 
 
 divisible = points(lambda: torch.nn.Linear(6, 3), batch_size=10)
-evaluated = dataclasses.replace(batch_norm, data=lambda split: Points() if split in {"train", "test"} else None)
+evaluated = dataclasses.replace(
+    batch_norm,
+    data=lambda split: Points() if split in {"train", "test"} else None,
+    metrics={"accuracy": sw.metrics.accuracy},
+)
 amplified = points(biased, optimizer=sw.adamw(lr=1e-2, eps=1e-15))
 noisy = points(lambda: Noisy(6, 3))
 attending = points(lambda: torch.nn.Sequential(Attending()))

@@ -18,6 +18,7 @@ from shardwise.parallel.batch_norm import BatchNorm
 from shardwise.parallel.tensor_random import CutRandom
 from shardwise.step import plain, update
 from shardwise.verify import pulse, verify
+from shardwise.world import World
 
 JOBS = Path(__file__).parent / "jobs.py"
 
@@ -265,6 +266,19 @@ def test_an_evaluation_that_counts_padding(plant):
     finding = finding_on("ddp", job="evaluated")
     assert finding.cause == "wrong evaluation"
     assert verdict_on("ddp", job="evaluated").first.kind == "evaluation"
+
+
+def test_a_metric_that_is_averaged_per_rank(plant):
+    def mean_of_ranks(right, self, values):
+        mean = values["accuracy"] / values["accuracy/count"]
+        return right(self, {**values, "accuracy": mean, "accuracy/count": 1.0})
+
+    plant(World, "sum", mean_of_ranks)
+    verdict = verdict_on("ddp", job="evaluated")
+    (finding,) = verdict.findings
+    assert (finding.cause, finding.ranks) == ("wrong evaluation", (0, 1))
+    assert "the accuracy over the test split" in finding.evidence
+    assert (verdict.first.kind, verdict.first.name) == ("metric", "accuracy")
 
 
 def test_rows_that_only_a_short_step_loses(plant):

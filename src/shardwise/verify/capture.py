@@ -58,7 +58,7 @@ class Traced(msgspec.Struct, kw_only=True):
     buffers: Prints = msgspec.field(default_factory=dict)
     """Prints after the last step."""
     evaluation: dict[str, float] = msgspec.field(default_factory=dict)
-    """The loss over the test split after the last step; empty where nothing was evaluated."""
+    """Loss and metrics over the test split after the last step; empty where nothing was evaluated."""
     held: int = 0
     """Elements of parameters on this rank."""
     optimized: int = 0
@@ -146,7 +146,7 @@ def _train(  # noqa: PLR0917 - positions of one private caller
 
 
 def _evaluate(job: Job, plan: Plan, world: World, step: Step | PlainTraining) -> dict[str, float]:
-    """Return the loss over the test split; communicates over the world, on every rank."""
+    """Return loss and metrics over the test split; communicates over the world, on every rank."""
     dataset = dataset_of(job, "test")
     if dataset is None or isinstance(dataset, IterableDataset) or plan.engine == "mlx":
         return {}

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from shardwise.verify.capture import Prints, Traced, grads_file, values_file
+from shardwise.verify.lives import relative
 from shardwise.verify.report import Gap, Kind
 
 if TYPE_CHECKING:
@@ -28,7 +29,16 @@ NOISE = 4.0
 SMALL = 1e-3
 """Tensors below this share of the largest one are measured against it: a gradient that is zero but for rounding
 (the bias of attention keys) has no scale of its own."""
-KINDS: tuple[Kind, ...] = ("initial value", "loss", "gradient", "gradient norm", "parameter", "buffer", "evaluation")
+KINDS: tuple[Kind, ...] = (
+    "initial value",
+    "loss",
+    "gradient",
+    "gradient norm",
+    "parameter",
+    "buffer",
+    "evaluation",
+    "metric",
+)
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,21 +150,25 @@ def _moments(  # noqa: PLR0917 - positions of one private caller
         found, wanted = (_load(values_file(each, steps))[f"{kind}s"] for each in (folder, expected_folder))
         yield _tensor_gaps(kind, None, found, wanted, limits, limits.masks() if kind == "parameter" else None)
     yield rank_gaps("buffer", None, [each.buffers for each in observed], layout, partial(limits.of, "buffer"))
-    yield evaluation_gaps(observed, expected, limits.of("evaluation"))
+    yield evaluation_gaps(observed, expected, limits.kinds)
 
 
-def evaluation_gaps(observed: Sequence[Traced], expected: Traced, limit: float) -> list[Gap]:
-    """Return how far the evaluation after the last step is apart; every rank has the same."""
-    return [
-        Gap(
-            kind="evaluation",
-            name=name,
-            step=None,
-            relative=_ratio(abs(observed[0].evaluation.get(name, math.nan) - wanted), abs(wanted)),
-            limit=limit,
-        )
-        for name, wanted in expected.evaluation.items()
-    ]
+def evaluation_gaps(observed: Sequence[Traced], expected: Traced, limits: Mapping[Kind, float]) -> list[Gap]:
+    """Return how far each rank's evaluation after the last step is from that of one process.
+
+    Its loss is of kind "evaluation", the job's metrics are of kind "metric"; a kind without a limit is not compared.
+    A metric may be NaN, which here equals NaN.
+    """
+    gaps = []
+    for name, wanted in expected.evaluation.items():
+        kind: Kind = "evaluation" if name == "loss" else "metric"
+        if kind not in limits:
+            continue
+        for each in observed:
+            apart = relative(each.evaluation.get(name, math.inf), wanted)
+            between = f"rank {each.rank} and one process"
+            gaps.append(Gap(kind=kind, name=name, step=None, relative=apart, limit=limits[kind], between=between))
+    return gaps
 
 
 def _load(path: Path) -> Any:
@@ -209,8 +223,8 @@ def _tensor_gaps(  # noqa: PLR0917 - positions of private callers
 ) -> list[Gap]:
     gaps = relative_gaps(observed, expected, compared)
     return [
-        Gap(kind=kind, name=name, step=step, relative=relative, limit=limits.of(kind, name))
-        for name, relative in gaps.items()
+        Gap(kind=kind, name=name, step=step, relative=apart, limit=limits.of(kind, name))
+        for name, apart in gaps.items()
     ]
 
 
@@ -225,9 +239,9 @@ def rank_gaps(
             continue
         for key in prints[one].keys() & prints[other].keys():
             (print_, norm), (other_print, other_norm) = prints[one][key], prints[other][key]
-            relative = _ratio(abs(print_ - other_print), max(norm, other_norm, SMALL * overall))
+            apart = _ratio(abs(print_ - other_print), max(norm, other_norm, SMALL * overall))
             between = f"ranks {one} and {other}"
-            gaps.append(Gap(kind=kind, name=key, step=step, relative=relative, limit=limit_of(key), between=between))
+            gaps.append(Gap(kind=kind, name=key, step=step, relative=apart, limit=limit_of(key), between=between))
     return gaps
 
 
@@ -241,5 +255,5 @@ def _number_gap(  # noqa: PLR0917 - positions of private callers
 ) -> Gap:
     assert observed is not None  # noqa: S101 - callers pass over what was not measured
     assert expected is not None  # noqa: S101
-    relative = _ratio(abs(observed - expected), abs(expected))
-    return Gap(kind=kind, name="", step=step, relative=relative, limit=limits.of(kind), between=between)
+    apart = _ratio(abs(observed - expected), abs(expected))
+    return Gap(kind=kind, name="", step=step, relative=apart, limit=limits.of(kind), between=between)

@@ -19,6 +19,7 @@ from shardwise.verify.gradient_causes import (
     wrong_shard,
     wrong_tied_shard,
 )
+from shardwise.verify.lives import relative
 from shardwise.verify.parameter_causes import (
     local_buffers,
     lost_use,
@@ -194,13 +195,16 @@ def _counts_passes(evidence: Evidence, name: str) -> str:
 def wrong_evaluation(evidence: Evidence) -> Finding | None:
     """Whether training agreed to the end and the evaluation after it did not."""
     first = evidence.first
-    if first.kind != "evaluation":
+    if first.kind not in {"evaluation", "metric"}:
         return None
-    found, wanted = evidence.traced[0].evaluation.get(first.name), evidence.expected.evaluation[first.name]
+    wanted = evidence.expected.evaluation[first.name]
+    found = {each.rank: each.evaluation.get(first.name, math.inf) for each in evidence.traced}
+    ranks = tuple(rank for rank, value in found.items() if relative(value, wanted) > first.limit)
     return Finding(
         cause="wrong evaluation",
-        evidence=f"parameters and buffers agree to the end, but the {first.name} over the test split is {found:.6g},"
-        f" and {wanted:.6g} in one process",
+        evidence=f"parameters and buffers agree to the end, but the {first.name} over the test split is"
+        f" {found[ranks[0]]:.6g} on rank {ranks[0]}, and {wanted:.6g} in one process",
+        ranks=ranks,
     )
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardwise.job import Lora
 
 STEPS = 4
-"""Steps unless asked otherwise: two full ones, a short one, and a full one that shows what the short one left behind."""
+"""By default: two full steps, a short one, and a full one that shows what the short one left behind."""
 _MOST_LAYERS = 8
 """Enough for four pipeline ranks with two stages each."""
 _HEAD_WIDTH = 8
@@ -53,7 +53,6 @@ def prepare_job(preparation: Preparation) -> Job:
         epochs=None,
         tokens=None,
         on_step=None,
-        metrics={},
         weights=None if preparation.shrink else job.weights,
         tensor_rules=preparation.tensor_rules or job.tensor_rules,
         lora=_prepare_lora(job, preparation),

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from shardwise.data.rows import move, num_rows
+from shardwise.data.collate import CountedCollate
+from shardwise.data.rows import move
 from shardwise.job.generators import host_states, seed_generators
 from shardwise.job.schedules import check_schedule
 from shardwise.parallel.adapters import add_adapters
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from shardwise.data.feed import MicroBatch, StepBatch
-    from shardwise.job import Job
+    from shardwise.job import Job, Metric
     from shardwise.parallel.blueprint import Blueprint
     from shardwise.parallel.weights import Weights
     from shardwise.plan import Plan
@@ -103,17 +104,22 @@ class PlainTraining:
 
     @torch.no_grad()
     def evaluate(self, dataset: Dataset[Any]) -> dict[str, float]:
-        """Return the mean loss over a dataset, its samples in batches of the training's size."""
-        job, total, count = self._job, 0.0, 0.0
+        """Return the mean loss and the job's metrics over a dataset, its samples in batches of the training's size."""
+        job = self._job
+        measures: dict[str, Metric] = {"loss": job.loss, **job.metrics}
+        totals, counts = dict.fromkeys(measures, 0.0), dict.fromkeys(measures, 0.0)
         self.model.eval()
         dtype = torch.float64 if next(iter(self._parameters)).dtype == torch.float64 else None
         generator = torch.Generator()  # a loader of its own would draw from that of training
-        for batch in DataLoader(dataset, job.batch_size, collate_fn=job.collate, generator=generator):
+        collate = CountedCollate(job.collate)  # the samples of a batch are not always the rows of its first tensor
+        for batch, rows, _ in DataLoader(dataset, job.batch_size, collate_fn=collate, generator=generator):
             moved = move(batch, torch.device("cpu"), dtype)
-            total += float(job.loss.sum(job.forward(self.model, moved), moved))
-            count += job.loss.count_of(moved, num_rows(batch))
+            output = job.forward(self.model, moved)
+            for name, measure in measures.items():
+                totals[name] += float(measure.sum(output, moved))
+                counts[name] += measure.count_of(moved, rows)
         self.model.train()
-        return {"loss": total / max(1.0, count)}
+        return {name: totals[name] / (counts[name] or 1.0) for name in measures}
 
     def held(self) -> Held:
         """Return the values of the parameters."""

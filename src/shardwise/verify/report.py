@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Status = Literal["passed", "failed", "refused", "does not apply"]
 KEYED = 'set Job(masks="keyed"), or --set masks=keyed, which makes each draw a function of its sample'
 """What makes random numbers comparable."""
-Kind = Literal["initial value", "loss", "gradient", "gradient norm", "parameter", "buffer", "evaluation"]
+Kind = Literal["initial value", "loss", "gradient", "gradient norm", "parameter", "buffer", "evaluation", "metric"]
 
 
 class Gap(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +24,7 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Kind
     name: str
-    """Of the parameter or buffer; empty for a loss or a norm."""
+    """Of the parameter, buffer or metric; empty for a loss or a norm."""
     step: int | None
     """Counted from 0; None for values before the first step or after the last."""
     relative: float
