@@ -1,0 +1,59 @@
+"""Record goldens again, by hand: `python tests/goldens/record.py NAME...`. A changed golden is a decision: say why."""
+
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from goldens import draws, gallery, mlx_gallery
+from goldens.store import rounded, save
+
+
+def record_gallery(folder):
+    """Train every torch job of the gallery: 1.5 minutes."""
+    jobs = gallery.load_gallery(folder)
+    alone = gallery.train_gallery(jobs, gallery.single_keys(jobs), 1, folder)
+    pairs = gallery.train_gallery(jobs, gallery.pair_keys(), 2, folder)
+    save("gallery_one_process", _trainings(alone))
+    save("gallery_two_ranks", _trainings(pairs))
+
+
+def record_mlx(folder):
+    """Train the MLX jobs of the gallery."""
+    save("gallery_mlx", _trainings(mlx_gallery.train(folder)))
+
+
+def record_draws(folder):
+    """Draw weights, masks and sample orders."""
+    found = draws.draws()
+    save("draws", {**found, "first weights": rounded(found["first weights"], 12)})
+    save("parameter_names", draws.parameter_names())
+
+
+def _trainings(results):
+    """Round losses to 15 digits and checksums of weights to 12."""
+    return {
+        name: {
+            "precision": result["precision"],
+            "losses": rounded(result["losses"], 15),
+            "weights": rounded(result["weights"], 12),
+        }
+        for name, result in results.items()
+    }
+
+
+RECORDERS = {"gallery": record_gallery, "mlx": record_mlx, "draws": record_draws}
+
+
+def main():
+    names = sys.argv[1:]
+    if not names or not set(names) <= set(RECORDERS):
+        raise SystemExit(f"name what to record: {', '.join(RECORDERS)}")
+    for name in names:
+        with tempfile.TemporaryDirectory(prefix="goldens-") as folder:
+            RECORDERS[name](Path(folder))
+
+
+if __name__ == "__main__":
+    main()
