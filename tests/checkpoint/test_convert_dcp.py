@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from refusals import refuses
 from shardwise.checkpoint import load, read_manifest
 from shardwise.checkpoint.convert import convert, open_contents
 from shardwise.checkpoint.dcp_metadata import read_listing
@@ -239,7 +240,7 @@ def test_code_in_a_folder_is_refused_and_not_run(tmp_path, make):
 
 def test_the_refused_class_is_named(tmp_path):
     in_the_metadata(tmp_path / "dcp", tmp_path / "canary")
-    with pytest.raises(InputError, match=r"\.metadata asks for posix\.system"):
+    with refuses("checkpoint.contains-code", ".metadata", "posix.system"):
         open_contents(tmp_path / "dcp")
 
 
@@ -249,7 +250,7 @@ def test_a_pickle_cannot_change_torchs_own_classes(tmp_path):
     name = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
     poison = b"\x80\x02" + name + b"N}X\x08\x00\x00\x00poisonedX\x01\x00\x00\x00xs\x86b."
     (small(tmp_path / "dcp") / ".metadata").write_bytes(poison)
-    with pytest.raises(DamagedError):
+    with refuses("checkpoint.metadata-invalid", kind=DamagedError):
         open_contents(tmp_path / "dcp")
     assert dict(vars(dcp.metadata.Metadata)) == before
 
@@ -287,18 +288,18 @@ def incomplete(metadata):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "refusal", "kind"),
     [
-        (outside, "outside of it"),
-        (compressed, "compressed"),
-        (beyond, "ends before byte"),
-        (too_large, "too few"),
-        (incomplete, "do not add up"),
+        (outside, ("checkpoint.path-escapes", "../../secret"), InputError),
+        (compressed, ("checkpoint.dcp-extension",), InputError),
+        (beyond, ("checkpoint.file-truncated",), DamagedError),
+        (too_large, ("checkpoint.metadata-invalid", "too few"), DamagedError),
+        (incomplete, ("checkpoint.metadata-invalid", "do not add up"), DamagedError),
     ],
 )
-def test_metadata_that_cannot_be_true_is_refused(tmp_path, change, words):
+def test_metadata_that_cannot_be_true_is_refused(tmp_path, change, refusal, kind):
     altered(tmp_path / "dcp", change)
-    with pytest.raises(ShardwiseError, match=words):
+    with refuses(*refusal, kind=kind):
         convert(tmp_path / "dcp", tmp_path / "own", "shardwise")
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from refusals import refuses
 from shardwise.checkpoint import convert_hf, save
 from shardwise.checkpoint.convert import convert, open_contents
 from shardwise.checkpoint.errors import DamagedError
-from shardwise.errors import InputError
 
 
 def weights():
@@ -74,30 +74,30 @@ def folder_with_index(path, weight_map):
 
 def test_an_index_that_leaves_the_folder_is_refused(tmp_path):
     folder = folder_with_index(tmp_path / "hf", {"a": "../x.safetensors"})
-    with pytest.raises(InputError, match="outside of the folder"):
+    with refuses("checkpoint.path-escapes"):
         open_contents(folder)
 
 
 def test_a_weight_that_the_index_promises_in_vain_is_named(tmp_path):
     folder = folder_with_index(tmp_path / "hf", {"a": "x.safetensors", "zz": "x.safetensors"})
-    with pytest.raises(DamagedError, match="'zz'"):
+    with refuses("checkpoint.tensor-missing", "'zz'", kind=DamagedError):
         open_contents(folder)
 
 
 def test_a_missing_or_torn_file_is_named(tmp_path):
     folder = folder_with_index(tmp_path / "hf", {"a": "x.safetensors", "b": "y.safetensors"})
-    with pytest.raises(DamagedError, match=r"y\.safetensors"):
+    with refuses("checkpoint.read-failed", "y.safetensors", kind=DamagedError):
         open_contents(folder)
     torn = folder / "x.safetensors"
     torn.write_bytes(torn.read_bytes()[:-3])
-    with pytest.raises(DamagedError, match=r"x\.safetensors"):
+    with refuses("checkpoint.read-failed", "x.safetensors", kind=DamagedError):
         open_contents(torn)
 
 
 def test_a_weight_in_two_files_without_an_index_is_refused(tmp_path):
     for name in ("x", "y"):
         save_file(weights(), tmp_path / f"{name}.safetensors")
-    with pytest.raises(InputError, match="twice"):
+    with refuses("checkpoint.tensor-repeated"):
         open_contents(tmp_path)
 
 

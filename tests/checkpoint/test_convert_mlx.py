@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from refusals import refuses
 from shardwise.checkpoint import save
 from shardwise.checkpoint.convert import convert, open_contents
 from shardwise.checkpoint.errors import DamagedError
 from shardwise.cli.checkpoint_view import show_conversion
-from shardwise.errors import InputError
 from shardwise.models import resnet18
 
 mx = pytest.importorskip("mlx.core", reason="MLX is not installed: pip install 'shardwise[mlx]'")
@@ -117,14 +117,14 @@ def test_a_folder_of_mlx_weights_is_read_too(tmp_path):
 
 def test_a_name_that_mlx_would_not_load_is_refused(tmp_path):
     torch.save({"a": torch.ones(2)}, tmp_path / "torch.pt")
-    with pytest.raises(InputError, match=r"weights\.safetensors"):
+    with refuses("checkpoint.mlx-file-name", "weights.safetensors"):
         convert(tmp_path / "torch.pt", tmp_path / "weights.bin", "mlx")
     assert [path.name for path in tmp_path.iterdir()] == ["torch.pt"]
 
 
 def test_a_dtype_that_mlx_lacks_is_refused_by_name(tmp_path):
     torch.save({"a": torch.ones(2).to(torch.float8_e4m3fn)}, tmp_path / "torch.pt")
-    with pytest.raises(InputError, match="'a' is fp8"):
+    with refuses("checkpoint.dtype-unsupported", "'a'", "fp8"):
         convert(tmp_path / "torch.pt", tmp_path / "mlx.safetensors", "mlx")
 
 
@@ -133,7 +133,7 @@ def test_a_dtype_that_mlx_lacks_is_refused_by_name(tmp_path):
 )
 def test_a_header_that_tells_nonsense_is_named(tmp_path, note):
     save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors", metadata={"format": "mlx", "shardwise": note})
-    with pytest.raises(DamagedError, match="batch counts"):
+    with refuses("checkpoint.mlx-metadata-invalid", kind=DamagedError):
         open_contents(tmp_path / "x.safetensors")
 
 

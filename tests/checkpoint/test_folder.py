@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from refusals import refuses
 from shardwise.checkpoint import (
     CheckpointFolder,
     DamagedError,
@@ -16,7 +17,6 @@ from shardwise.checkpoint import (
     save,
     to_remove,
 )
-from shardwise.errors import InputError
 from shardwise.run.keep import Keep
 from shardwise.testing import run_ranks
 
@@ -55,9 +55,18 @@ def test_nothing_is_removed_from_nothing():
     assert to_remove([], Keep(last=1), now=0) == []
 
 
-@pytest.mark.parametrize("wrong", [{"last": 0}, {"age_s": -1}, {"best": 1}, {"metric": "loss"}], ids=str)
-def test_rules_without_a_meaning_are_refused(wrong):
-    with pytest.raises(InputError):
+@pytest.mark.parametrize(
+    ("wrong", "code"),
+    [
+        ({"last": 0}, "checkpoint.keep-last-invalid"),
+        ({"age_s": -1}, "checkpoint.keep-age-invalid"),
+        ({"best": 1}, "checkpoint.keep-best-invalid"),
+        ({"metric": "loss"}, "checkpoint.keep-best-invalid"),
+    ],
+    ids=str,
+)
+def test_rules_without_a_meaning_are_refused(wrong, code):
+    with refuses(code):
         Keep(**wrong)
 
 
@@ -131,7 +140,7 @@ def test_loading_skips_damaged_checkpoints_on_all_ranks_alike(tmp_path):
 def test_a_folder_of_damaged_checkpoints_is_refused_naming_each(tmp_path):
     for path in saved(tmp_path, 1, 2).paths():
         damage(path)
-    with pytest.raises(DamagedError, match=r"step-00000002/rank-00000.*step-00000001/rank-00000"):
+    with refuses("checkpoint.none-usable", "step-00000002/rank-00000", "step-00000001/rank-00000", kind=DamagedError):
         load_newest(tmp_path, lambda _: {"x": torch.tensor(0.0)}, group=None)
 
 
@@ -182,5 +191,5 @@ def test_what_differs_is_refused_by_default_and_reported_alike_on_every_rank(tmp
 
 def test_another_dtype_is_a_difference(tmp_path):
     save(tmp_path, 1, {"a": torch.ones(2)}, {}, group=None)
-    with pytest.raises(MismatchError, match="saved F32"):
+    with refuses("checkpoint.tensors-mismatch", "F32", kind=MismatchError):
         load(tmp_path / "step-00000001", {"a": torch.ones(2).double()}, group=None)

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from refusals import refuses
 from shardwise.checkpoint import load, read_manifest, save
 from shardwise.checkpoint.pieces import box_of
 from shardwise.testing import run_ranks
@@ -182,6 +183,6 @@ def test_a_piece_larger_than_the_buffer_passes_through_it_in_parts(tmp_path, mon
 def test_facts_are_json_and_nothing_else(tmp_path):
     from shardwise.checkpoint import CheckpointError
 
-    with pytest.raises(CheckpointError, match="object"):
+    with refuses("checkpoint.unexpected-error", "object", kind=CheckpointError):
         save(tmp_path, 1, {}, {"x": object()}, group=None)
     assert list(tmp_path.glob("step-*")) == []

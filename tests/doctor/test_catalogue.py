@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
+from refusals import refuses
 from shardwise.doctor.catalogue import FAMILIES, find_preset, read_catalogue, read_presets
 from shardwise.doctor.env import lint
 from shardwise.doctor.env_rules import Surroundings
-from shardwise.errors import InputError
 
 GUIDE_WITHOUT_INFINIBAND = {
     "NCCL_DEBUG": "INFO",
@@ -149,7 +149,7 @@ def test_the_users_own_variables_win():
 
 
 def test_unknown_presets_are_refused_with_the_names():
-    with pytest.raises(InputError, match="gcp, infiniband, aws-efa"):
+    with refuses("doctor.unknown-preset", "gcp, infiniband, aws-efa"):
         find_preset("aws")
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from refusals import refuses
 from shardwise.doctor.hang import Progress, RankStatus, Wait
 from shardwise.doctor.run import check_going, check_lost, explain, next_commands, tell
 from shardwise.doctor.run_cause import place_of
 from shardwise.doctor.run_facts import Event, RunFacts, read_run
-from shardwise.errors import InputError
 from shardwise.run import RunDirectory
 from shardwise.run.call_reader import Call
 from shardwise.run.calls import CallRing, GroupKey, Operation, pack
@@ -198,10 +198,17 @@ def test_lines_that_are_torn_or_of_another_version_are_passed_over(tmp_path):
     assert report.kind == "exception"
 
 
-@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.touch(), lambda path: path.mkdir()])
-def test_what_is_no_run_directory_is_refused_in_one_sentence(tmp_path, make):
+@pytest.mark.parametrize(
+    ("make", "code"),
+    [
+        (lambda path: None, "run.not-found"),
+        (lambda path: path.touch(), "run.not-found"),
+        (lambda path: path.mkdir(), "run.not-a-run"),
+    ],
+)
+def test_what_is_no_run_directory_is_refused_in_one_sentence(tmp_path, make, code):
     make(tmp_path / "x")
-    with pytest.raises(InputError) as refused:
+    with refuses(code, tmp_path / "x") as refused:
         read_run(tmp_path / "x")
     assert refused.value.exit_code == 2
     assert refused.value.fix

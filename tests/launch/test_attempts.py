@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from beds.small_disk import fill, needs_small_disk, on_small_disk
-from shardwise.errors import InputError
+from refusals import refuses
 from shardwise.launch import Finish, LaunchSpec, Script, explain_outcome, launch, run_forked
 from shardwise.run import create_run
 
@@ -160,7 +160,7 @@ if os.environ["RANK"] == "1":
 def test_run_directory_on_a_full_disk_is_refused_and_removed(tmp_path):
     def body(folder):
         fill(folder)
-        with pytest.raises(InputError, match=r"cannot be written \(No space left on device\)"):
+        with refuses("run.write-failed", "No space left on device"):
             create_run(folder / "run", "run")
         return [path.name for path in folder.iterdir()]
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.errors import LaunchError
+from refusals import refuses
 
 
 def add_up(value):
@@ -81,7 +81,7 @@ def test_exception_of_the_failing_rank_is_raised(threads):
 
 
 def test_bad_count_is_refused():
-    with pytest.raises(LaunchError, match="nproc=0"):
+    with refuses("launch.nproc-invalid", "nproc=0"):
         sw.launch(add_up, nproc=0)
 
 

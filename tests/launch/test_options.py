@@ -1,6 +1,6 @@
 import pytest
 
-from shardwise.errors import LaunchError
+from refusals import refuses
 from shardwise.launch.options import (
     Shown,
     check_nodes,
@@ -23,26 +23,36 @@ def test_nproc_is_a_number_or_what_the_machine_has(text, gpus, expected):
 
 
 @pytest.mark.parametrize(
-    ("text", "gpus", "word"), [("gpu", 0, "no NVIDIA GPU"), ("0", 0, "at least 1"), ("x", 0, "'x'"), ("9", 8, "8 GPUs")]
+    ("text", "gpus", "refusal"),
+    [
+        ("gpu", 0, ("launch.no-gpu",)),
+        ("0", 0, ("launch.nproc-invalid", "at least 1")),
+        ("x", 0, ("launch.nproc-invalid", "'x'")),
+        ("9", 8, ("launch.nproc-exceeds-gpus", "8 GPUs")),
+    ],
 )
-def test_nproc_that_cannot_be_is_refused(text, gpus, word):
-    with pytest.raises(LaunchError, match=word):
+def test_nproc_that_cannot_be_is_refused(text, gpus, refusal):
+    with refuses(*refusal):
         read_nproc(text, num_gpus=gpus, num_cores=8)
 
 
 def test_nodes_are_a_number_or_a_range():
     assert (read_nodes("1"), read_nodes("1:4")) == ((1, 1), (1, 4))
     for text in ("0", "4:1", "two", "1:2:3"):
-        with pytest.raises(LaunchError, match="nnodes"):
+        with refuses("launch.nnodes-invalid"):
             read_nodes(text)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "rank", "backend", "word"),
-    [((1, 1), 1, "c10d", "0 to 0"), ((2, 3), 3, "c10d", "0 to 2"), ((1, 1), 0, "etcd", "static or c10d")],
+    ("nodes", "rank", "backend", "refusal"),
+    [
+        ((1, 1), 1, "c10d", ("launch.node-rank-invalid", "0 to 0")),
+        ((2, 3), 3, "c10d", ("launch.node-rank-invalid", "0 to 2")),
+        ((1, 1), 0, "etcd", ("launch.rdzv-backend-unknown", "'etcd'", "static or c10d")),
+    ],
 )
-def test_node_options_that_contradict_each_other_are_refused(nodes, rank, backend, word):
-    with pytest.raises(LaunchError, match=word):
+def test_node_options_that_contradict_each_other_are_refused(nodes, rank, backend, refusal):
+    with refuses(*refusal):
         check_nodes(nodes, rank, backend)
 
 
@@ -59,24 +69,24 @@ def test_nodes_meet_where_either_option_says():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "word"),
+    ("arguments", "refusal"),
     [
-        ({}, "nothing says where"),
-        ({"rdzv": "a:b:c"}, "HOST:PORT"),
-        ({"rdzv": "a:1", "addr": "b"}, "leave one"),
-        ({"rdzv": "a:1", "port": 2}, "leave one"),
-        ({"rdzv": "a:99999"}, "not a port"),
+        ({}, ("launch.endpoint-missing",)),
+        ({"rdzv": "a:b:c"}, ("launch.endpoint-invalid", "'a:b:c'", "HOST:PORT")),
+        ({"rdzv": "a:1", "addr": "b"}, ("launch.endpoint-contradicts", "--master-addr b")),
+        ({"rdzv": "a:1", "port": 2}, ("launch.endpoint-contradicts", "--master-port 2")),
+        ({"rdzv": "a:99999"}, ("launch.port-invalid", "99999")),
     ],
 )
-def test_endpoint_that_cannot_be_is_refused(arguments, word):
-    with pytest.raises(LaunchError, match=word):
+def test_endpoint_that_cannot_be_is_refused(arguments, refusal):
+    with refuses(*refusal):
         endpoint(**arguments)
 
 
 def test_waits_come_from_torchruns_configuration():
     assert read_rdzv_conf("join_timeout=60,last_call_timeout=3,read_timeout=9") == {"join_s": 60.0, "last_call_s": 3.0}
     for text in ("join_timeout", "join_timeout=soon"):
-        with pytest.raises(LaunchError, match="KEY=VALUE"):
+        with refuses("launch.rdzv-conf-invalid"):
             read_rdzv_conf(text)
 
 
@@ -84,17 +94,23 @@ def test_port_comes_from_either_option():
     assert read_port("", None, standalone=False) == 0
     assert read_port("localhost:29400", None, standalone=False) == 29400
     assert read_port("localhost:29400", 29400, standalone=False) == 29400
-    for endpoint, port, standalone in [("h:1", 2, False), ("h:1", None, True), ("", 70000, False)]:
-        with pytest.raises(LaunchError):
+    for code, endpoint, port, standalone in [
+        ("launch.endpoint-contradicts", "h:1", 2, False),
+        ("launch.standalone-with-port", "h:1", None, True),
+        ("launch.port-invalid", "", 70000, False),
+    ]:
+        with refuses(code):
             read_port(endpoint, port, standalone=standalone)
 
 
 def test_streams_are_read_as_torchrun_does():
     assert read_streams("tee", "3", 2) == [(True, True), (True, True)]
     assert read_streams("tee", "0:1,1:2", 2) == [(True, False), (False, True)]
-    for text in ("4", "0:5", "7:1", "x"):
-        with pytest.raises(LaunchError, match="--tee"):
+    for text in ("4", "0:5", "x"):
+        with refuses("launch.streams-invalid", "--tee", text):
             read_streams("tee", text, 2)
+    with refuses("launch.stream-rank-unknown", "--tee", "rank 7", "0 to 1"):
+        read_streams("tee", "7:1", 2)
 
 
 def test_output_is_copied_unless_redirected_filtered_or_left_on_the_terminal():

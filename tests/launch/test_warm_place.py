@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from shardwise.errors import LaunchError
+from refusals import refuses
 from shardwise.launch.warm_place import import_environment, open_place, place_path, warm_key
 
 
@@ -34,12 +34,12 @@ def test_runtime_folder_of_another_user_is_not_used(tmp_path):
 def test_folder_that_others_may_enter_is_refused(tmp_path, mode):
     (tmp_path / "place").mkdir()
     (tmp_path / "place").chmod(mode)
-    with pytest.raises(LaunchError, match="open to other users"), open_place(tmp_path / "place"):
+    with refuses("launch.socket-folder-shared"), open_place(tmp_path / "place"):
         pass
 
 
 def test_linked_folder_is_refused(tmp_path):
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "place").symlink_to(tmp_path / "real")
-    with pytest.raises(LaunchError, match="no folder for a private socket"), open_place(tmp_path / "place"):
+    with refuses("launch.socket-folder-failed"), open_place(tmp_path / "place"):
         pass

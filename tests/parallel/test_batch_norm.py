@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.errors import JobError
+from refusals import refuses
 from shardwise.parallel.batch_norm import BatchNorm, foreign_batch_norms, replace_batch_norms
 from shardwise.testing import run_ranks
 
@@ -102,7 +102,7 @@ def test_norm_over_more_rows_than_the_batch_sees_them_all():
     for mine, theirs in zip(outcome(ours, value, grad), whole, strict=True):
         torch.testing.assert_close(mine, theirs)
     ours.rows = (2, 6)
-    with pytest.raises(JobError, match="gets 13 rows in a short step that is filled to 6"):
+    with refuses("support.batch-norm-filled-rows", "13 rows", "to 6"):
         ours(value)
 
 

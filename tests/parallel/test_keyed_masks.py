@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from refusals import refuses
 from shardwise.data.cursor import Places
-from shardwise.errors import JobError, PlanError
 from shardwise.parallel.keyed_draws import KeyedDraws, Moment
 from shardwise.parallel.keyed_masks import KeyedDropout, key_dropouts, keyed_mask
 from shardwise.plan import Pipeline, Precision
@@ -206,9 +206,9 @@ def test_tensor_parallel_ranks_drop_and_draw_alike_outside_of_the_sharded_region
 
 
 def test_dropout_inside_of_a_tensor_cut_is_refused_by_name():
-    with pytest.raises(JobError, match="between drops parts of an activation"):
+    with refuses("support.keyed-masks-tp", "between"):
         run_ranks(losses, 2, "tp", tensored(inside=True))
-    with pytest.raises(JobError, match="the model draws by randn_like where tensor parallelism shards activations"):
+    with refuses("support.keyed-draws-tp", "the model", "randn_like"):
         run_ranks(losses, 2, "tp", tensored(inside=True, model=TensoredNoise))
 
 
@@ -283,7 +283,7 @@ def test_a_dropout_in_several_places_becomes_one_for_each():
 
 def test_a_part_in_several_places_is_refused_under_a_pipeline():
     part = nn.Sequential(nn.GELU(), nn.Dropout(0.5))
-    with pytest.raises(JobError, match=r"0\.1 is part of a module that stands in 2 places"):
+    with refuses("support.keyed-masks-shared-module", "0.1", "2 places"):
         key_dropouts(nn.ModuleList([part, part]), staged=True)
 
 
@@ -305,16 +305,16 @@ class Shuffled(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("part", "words"),
+    ("part", "refusal"),
     [
-        (OneForAll, r"1\.0 draws \[\] by rand in a micro-batch of 8, and keyed draws need rows first"),
-        (NoisyWeight, r"1\.0 draws by randn_like for a parameter"),
-        (Shuffled, r"1\.0 draws random numbers of its own by randperm"),
+        (OneForAll, ("support.keyed-draws-rows-first", "1.0 draws [] by rand", "of 8")),
+        (NoisyWeight, ("support.keyed-draws-parameter", "1.0 draws by randn_like")),
+        (Shuffled, ("support.keyed-draws-operator", "1.0", "randperm")),
     ],
 )
-def test_a_draw_that_belongs_to_no_sample_is_refused_in_the_first_step_by_name(part, words):
+def test_a_draw_that_belongs_to_no_sample_is_refused_in_the_first_step_by_name(part, refusal):
     job = make_job(lambda: nn.Sequential(nn.Linear(6, 6), nn.Sequential(part(6, 6)), nn.Flatten(), nn.Linear(18, 3)))
-    with pytest.raises(JobError, match=words):
+    with refuses(*refusal):
         run_ranks(losses, 1, "ddp", job)
 
 
@@ -357,7 +357,7 @@ class TokensFirst(Net):
 
 
 def test_rows_that_do_not_come_first_are_refused():
-    with pytest.raises(JobError, match=r"first gets \[3, 8, 6\] of a micro-batch of 8"):
+    with refuses("support.keyed-masks-rows-first", "first", "[3, 8, 6]", "of 8"):
         run_ranks(losses, 1, "ddp", make_job(TokensFirst))
 
 
@@ -367,15 +367,15 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def test_a_stream_is_refused():
-    with pytest.raises(JobError, match="does not know its samples"):
+    with refuses("support.keyed-masks-no-index"):
         run_ranks(losses, 1, "ddp", make_job(data=lambda _: Stream()))
 
 
 def test_compiled_plans_are_refused():
-    with pytest.raises(PlanError, match="masks are keyed"):
+    with refuses("support.keyed-masks-engine"):
         run_ranks(losses, 1, "ddp", compile="blocks")
 
 
 def test_other_words_for_masks_are_refused():
-    with pytest.raises(JobError, match=r"Job\.masks is 'random'"):
+    with refuses("job.unknown-masks", "'random'"):
         make_job(masks="random")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import JobError
+from refusals import refuses
 from shardwise.parallel.adapters import adapted, add_adapters
 from shardwise.parallel.blocks import find_blocks
 from shardwise.parallel.blueprint import job_blueprint
@@ -111,22 +111,22 @@ class Fancy(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("module", "target", "word"),
+    ("module", "target", "refusal"),
     [
-        (nn.ModuleDict({"a": Fancy(2, 2)}), "a", "a Fancy with a forward of its own"),
-        (nn.ModuleDict({"a": nn.MultiheadAttention(2, 1)}), "out_proj", "uses without calling"),
-        (nn.ModuleDict({"a": nn.TransformerEncoderLayer(2, 1)}), "linear1", "uses without calling"),
-        (nn.ModuleDict({"a": nn.Embedding(2, 2)}), "a", "the model has no linear module"),
+        (nn.ModuleDict({"a": Fancy(2, 2)}), "a", ("job.lora-target-not-linear", "a Fancy")),
+        (nn.ModuleDict({"a": nn.MultiheadAttention(2, 1)}), "out_proj", ("job.lora-target-not-called", "out_proj")),
+        (nn.ModuleDict({"a": nn.TransformerEncoderLayer(2, 1)}), "linear1", ("job.lora-target-not-called", "linear1")),
+        (nn.ModuleDict({"a": nn.Embedding(2, 2)}), "a", ("job.lora-target-unmatched", "'a'")),
     ],
 )
-def test_a_module_that_adapters_would_not_reach_is_refused(module, target, word):
-    with pytest.raises(JobError, match=word):
+def test_a_module_that_adapters_would_not_reach_is_refused(module, target, refusal):
+    with refuses(*refusal):
         add_adapters(module, sw.Lora(targets=(target,)))
 
 
 def test_a_target_that_shares_its_weight_is_refused():
     module = sw.models.decoder("gpt2-tiny", vocab_size=32)
-    with pytest.raises(JobError, match=r"name head, whose weight is also that of embed,.*tie_head=False"):
+    with refuses("job.lora-target-tied", "head", "embed", "tie_head=False"):
         add_adapters(module, sw.Lora(targets=("head",)))
     add_adapters(module, sw.Lora(targets=("qkv",)))
 
@@ -134,7 +134,7 @@ def test_a_target_that_shares_its_weight_is_refused():
 def test_adapters_are_added_once():
     module = nn.ModuleDict({"a": nn.Linear(2, 2)})
     add_adapters(module, sw.Lora(targets=("a",)))
-    with pytest.raises(JobError, match="a has an adapter already"):
+    with refuses("job.lora-target-adapted"):
         add_adapters(module, sw.Lora(targets=("a",)))
 
 
@@ -142,14 +142,14 @@ def test_frozen_weights_may_be_in_the_compute_dtype_and_in_no_other():
     module = blueprint(lambda: decoder().bfloat16()).module
     assert {part.lora_A.weight.dtype for _, part in adapted(module)} == {torch.float32}
     check_dtypes(module, Plan(precision=Precision(compute="bf16")), adapted=True)
-    with pytest.raises(JobError, match=r"^embed\.weight \(bfloat16\), .* and \d+ more beside adapters"):
+    with refuses("model.frozen-dtype-mismatch", "embed.weight (bfloat16)"):
         check_dtypes(module, Plan(), adapted=True)
 
 
 def test_trained_weights_of_another_dtype_are_named_before_sharding():
     model = nn.Sequential(nn.Linear(2, 2).bfloat16(), nn.Linear(2, 2))
     plan = dataclasses.replace(Plan.preset("zero3", 2), precision=Precision(compute="bf16"))
-    with pytest.raises(JobError, match=r"^0\.weight \(bfloat16\), 0\.bias \(bfloat16\) with requires_grad"):
+    with refuses("model.trained-dtype-mismatch", "0.weight (bfloat16), 0.bias (bfloat16)"):
         check_dtypes(model, plan, adapted=False)
     check_dtypes(model, dataclasses.replace(plan, engine="deepspeed"), adapted=False)  # which casts by itself
     model[0].requires_grad_(False)

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from shardwise.errors import JobError
+from refusals import refuses
 from shardwise.parallel.parcel import pack, receive, unpack
 
 
@@ -35,5 +35,5 @@ def test_frozen_output_can_take_a_gradient():
 
 @pytest.mark.parametrize("output", [torch.ones(2, dtype=torch.int64), (torch.ones(2), object())])
 def test_output_that_cannot_travel_is_refused_with_the_layer(output):
-    with pytest.raises(JobError, match=r"layer blocks\.1 returns a .*cannot go to the next pipeline stage"):
+    with refuses("support.pipeline-layer-output", "blocks.1"):
         pack(output, "blocks.1")

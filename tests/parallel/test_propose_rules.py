@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from shardwise.errors import JobError
+from refusals import refuses
 from shardwise.parallel.propose_rules import propose_cuts, propose_rules
 
 WIDTH, HEADS = 12, 4
@@ -204,12 +204,12 @@ def test_recurrent_layers_are_not_cut():
 
 
 def test_a_model_that_does_not_run_is_refused_with_its_own_words():
-    with pytest.raises(JobError, match=r"Linear with random weights cannot run one batch \(RuntimeError: mat1"):
+    with refuses("model.trial-run-failed", "Linear", "RuntimeError: mat1"):
         propose_rules(nn.Linear(3, 3), run)
 
 
 def test_a_model_without_example_is_refused():
-    with pytest.raises(JobError, match="ByShape brings no inputs"):
+    with refuses("model.no-example-inputs", "ByShape"):
         propose_rules(ByShape())
 
 

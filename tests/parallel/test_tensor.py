@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional
 
+from refusals import refuses
 from shardwise import models
-from shardwise.errors import JobError, PlanError
 from shardwise.parallel.stage_plan import StageCut
 from shardwise.parallel.stages import split_stages
 from shardwise.parallel.tensor import tensor_parallel
@@ -340,7 +340,7 @@ def test_a_token_outside_a_cut_vocabulary_is_an_error_as_on_one_process(token):
 
 def test_tokens_that_do_not_divide_are_refused_under_sequence_parallelism():
     model, tokens = decoder("llama")
-    with pytest.raises(PlanError, match=r"15 tokens do not divide by tp=2.*use sequences of 16"):
+    with refuses("plan.sequence-not-divisible", "15 tokens", "tp=2", "16 tokens"):
         on_ranks(model, tokens[:, :15], lambda out: out.sum(), sequence=True)
 
 
@@ -379,7 +379,7 @@ def test_a_second_input_with_a_gradient_trains_as_on_one_process():
 
 
 def test_a_second_input_with_a_gradient_is_refused_under_sequence_parallelism():
-    with pytest.raises(JobError, match="ConditionedBlock gets a second tensor with a gradient"):
+    with refuses("support.sequence-parallel-second-gradient", "ConditionedBlock"):
         on_ranks(Conditioned(), torch.randn(2, 4, 8), lambda out: out.sum(), rules=CONDITIONED_RULES, sequence=True)
 
 
@@ -395,7 +395,7 @@ class Borrower(nn.Module):
 
 def test_use_of_another_modules_parameter_is_refused_with_what_to_do():
     rules = {"mlp.0": "column", "mlp.2": "row"}
-    with pytest.raises(JobError, match="cannot use the parameter of another"):
+    with refuses("support.tp-foreign-parameter"):
         on_ranks(Borrower(), torch.randn(2, 8), lambda out: out.sum(), rules=rules)
 
 

@@ -2,13 +2,12 @@
 
 import dataclasses
 
-import pytest
 import torch
 from torch.utils.data import TensorDataset
 
 import shardwise as sw
+from refusals import refuses
 from shardwise.cli.main import main
-from shardwise.errors import JobError, PlanError
 from shardwise.parallel.support import require_supported
 from shardwise.plan import Plan
 from shardwise.train import loop
@@ -63,7 +62,7 @@ def test_the_short_step_of_an_epoch_is_no_change_of_shape():
 
 def test_batches_of_changing_length_are_refused():
     changing = job(collate=padded_to_own_length, model=Pooled)
-    with pytest.raises(JobError, match=r"a batch of shape \[4, \d\] follows one of \[4, \d\], and capture = step"):
+    with refuses("support.capture-shape-changed", "[4, "):
         losses(changing, Plan(micro_batch=4, capture="step"))
     assert losses(changing, Plan(micro_batch=4))[0]
 
@@ -105,5 +104,5 @@ def test_a_training_of_one_process_leaves_nothing_in_the_way_of_a_graph(monkeypa
 
 def test_stages_are_refused():
     plan = dataclasses.replace(Plan.preset("pp", 2, batch_size=4), capture="step")
-    with pytest.raises(PlanError, match="the stages of pp2 hand activations to each other"):
+    with refuses("support.capture-with-pipeline", "pp2"):
         require_supported(plan)

@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 import shardwise as sw
 import shardwise.step.pipeline_schedule  # 1 s, once, before ranks are forked
-from shardwise.errors import JobError
+from refusals import refuses
 from shardwise.plan import Plan, Precision
 from shardwise.testing import run_ranks
 from shardwise.train.build import build_step
@@ -90,7 +90,7 @@ def test_short_steps_train_as_without_a_pipeline(layout, accumulation, recompute
 
 def test_short_step_of_a_norm_class_of_its_own_is_refused_by_its_name():
     job = dataclasses.replace(JOB, model=lambda: Normed(OwnNorm))
-    with pytest.raises(JobError, match=r"norm.*batch norm class of its own.*batch_size that divides the dataset"):
+    with refuses("support.batch-norm-filler-rows", "norm"):
         train("pp2", 2, 2, job)
 
 
@@ -104,5 +104,5 @@ def half_frozen():
 
 def test_stage_that_is_wholly_frozen_is_refused_by_its_number():
     job = dataclasses.replace(JOB, model=half_frozen)
-    with pytest.raises(JobError, match="pipeline stage 0 has no trainable parameter"):
+    with refuses("model.no-trainable-parameter", "stage 0"):
         train("pp2", 2, 2, job)

@@ -8,8 +8,8 @@ from torch.utils.data import Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
+from refusals import refuses
 from shardwise.bench.memory import LiveBytes
-from shardwise.errors import JobError
 from shardwise.hardware.calibration import default_calibration
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.launch import run_forked
@@ -127,13 +127,13 @@ def test_a_model_that_reads_what_it_computed_is_refused():
         batch_size=4,
         steps=1,
     )
-    with pytest.raises(JobError, match="cannot be traced"):
+    with refuses("model.trace-failed"):
         trace(job, compute="fp32", gathered=False)
 
 
 def test_a_frozen_model_is_refused_as_train_refuses_it():
     job = dataclasses.replace(decoder_job(), model=lambda: torch.nn.Linear(2, 2).requires_grad_(False))
-    with pytest.raises(JobError, match="no trainable parameter"):
+    with refuses("model.no-trainable-parameter"):
         Subject.of(job, "fp32", gathered=False)
 
 

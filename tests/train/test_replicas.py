@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import shardwise as sw
+from refusals import refuses
 from shardwise.errors import TrainingError
 from shardwise.parallel.gradsync import local
 from shardwise.plan import Device, settle
@@ -236,5 +237,5 @@ def test_looking_for_the_cause_leaves_the_training_as_it_was(nproc, name, job):
 
 
 def test_drift_stops_the_training_if_it_is_to():
-    with pytest.raises(TrainingError, match="replicas differ after step 2"):
+    with refuses("train.replicas-drifted", "step 2", kind=TrainingError):
         run_ranks(verdicts, 2, lambda world: on_rank_1(world, points_job, spoil_first, at=2), "ddp", stop=True)

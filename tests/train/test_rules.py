@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import JobError, PlanError
+from refusals import refuses
 from shardwise.hardware.calibration import default_calibration
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.parallel import support
@@ -181,7 +181,7 @@ def test_plans_that_split_parameters_are_not_proposed_where_train_would_refuse_t
 
 
 def test_optimizer_that_looks_at_whole_tensors_is_refused_under_tensor_parallelism_before_any_rank_starts():
-    with pytest.raises(JobError, match="optimizer Muon gives other updates on shards"):
+    with refuses("optimizer.sharded-update-differs", "Muon"):
         check_model(tokens_job(optimizer=muon), sw.Plan.preset("tp", 2, batch_size=16))
 
 
@@ -191,5 +191,5 @@ def test_compiled_tensor_parallel_blocks_are_refused_on_a_torch_that_trains_them
 ):
     monkeypatch.setattr(support, "package_version", lambda _: version)
     plan = dataclasses.replace(sw.Plan.preset("tp", 2, batch_size=8), compile="blocks")
-    with pytest.raises(PlanError, match=r"wrong gradients on torch 2\.11") if is_refused else nullcontext():
+    with refuses("support.compiled-tensor-parallel", "2.11") if is_refused else nullcontext():
         support.require_supported(plan)

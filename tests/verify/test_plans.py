@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.errors import InputError, PlanError
+from refusals import refuses
 from shardwise.plan import Plan
 from shardwise.plan.toml import plan_to_toml
 from shardwise.verify.plans import all_plans, changed_numbers, in_precision, parse_plans, settle_plan
@@ -35,23 +35,29 @@ def test_a_plan_file_may_carry_overrides_too(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("", "names no plan"), (" , ", "names no plan"), ("ddp,zero3,ddp", "ddp twice")]
+    ("text", "refusal"),
+    [("", ("verify.no-plans",)), (" , ", ("verify.no-plans",)), ("ddp,zero3,ddp", ("verify.plan-repeated", "ddp"))],
 )
-def test_a_list_that_says_nothing_or_twice_is_refused(text, words):
-    with pytest.raises(InputError, match=words):
+def test_a_list_that_says_nothing_or_twice_is_refused(text, refusal):
+    with refuses(*refusal):
         parse_plans(text)
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("fspd", "'fsdp'"), ("ddp+acumulation=2", "'accumulation'"), ("ddp+accumulation", "key=value")]
+    ("name", "refusal"),
+    [
+        ("fspd", ("plan.unknown-preset", "'fsdp'")),
+        ("ddp+acumulation=2", ("cli.set-unknown-key", "'accumulation'")),
+        ("ddp+accumulation", ("cli.set-syntax", "key=value")),
+    ],
 )
-def test_a_misspelled_plan_is_refused_with_the_nearest(name, words):
-    with pytest.raises(InputError, match=words):
+def test_a_misspelled_plan_is_refused_with_the_nearest(name, refusal):
+    with refuses(*refusal):
         settle_plan(name, batch_size=8, nproc=2)
 
 
 def test_a_batch_that_does_not_divide_is_refused():
-    with pytest.raises(PlanError, match="does not divide"):
+    with refuses("plan.batch-not-divisible", "8"):
         settle_plan("ddp+accumulation=3", batch_size=8, nproc=2)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import JobError
+from refusals import refuses
 from shardwise.job import refer
 from shardwise.verify.prepare import Preparation, dropouts, plain_experts, prepare_job, shrunk
 
@@ -88,5 +88,5 @@ def test_a_shrunk_transformer_keeps_its_structure():
 
 
 def test_a_model_without_config_cannot_be_shrunk():
-    with pytest.raises(JobError, match="knows no config of Linear"):
+    with refuses("verify.shrink-unsupported", "Linear"):
         shrunk(lambda: torch.nn.Linear(2, 2))

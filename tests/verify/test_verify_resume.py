@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from refusals import refuses
 from shardwise.data import loaders
-from shardwise.errors import InputError
 from shardwise.job import refer
 from shardwise.step import plain
 from shardwise.train import saving
@@ -73,7 +73,7 @@ def test_plans_that_cannot_be_proven_are_refused(plan, job, words):
 
 
 def test_too_few_steps_are_refused_before_any_process_starts():
-    with pytest.raises(InputError, match="--steps 4 or more"):
+    with refuses("verify.too-few-steps", "--steps 4"):
         report_on(["ddp"], steps=3)
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from refusals import refuses
 from shardwise.environment import Identity
-from shardwise.errors import WorldError
 from shardwise.world.devices import choose_device, gpu_index
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is visible")
@@ -27,14 +27,13 @@ def test_several_visible_gpus_are_shared_out_by_local_rank():
 
 
 def test_a_local_rank_beyond_the_gpus_is_refused_with_both_counts():
-    with pytest.raises(WorldError, match="local rank 2 has no GPU of its own: 2 visible"):
+    with refuses("world.local-rank-without-gpu", "local rank 2", "2 visible"):
         gpu_index(place(2), 2, own_gpu=False)
 
 
 def test_an_assumed_local_rank_beyond_the_gpus_names_the_missing_variable():
-    with pytest.raises(WorldError, match="LOCAL_RANK is not set") as caught:
+    with refuses("world.local-rank-without-gpu", "export LOCAL_RANK"):
         gpu_index(place(2, local_rank_assumed=True), 1, own_gpu=False)
-    assert "export LOCAL_RANK" in caught.value.fix
 
 
 def test_the_cpu_can_be_asked_for():
@@ -49,19 +48,19 @@ def test_without_a_gpu_the_cpu_is_taken():
 @needs_no_gpu
 @pytest.mark.parametrize("asked", ["cuda", "cuda:0"])
 def test_a_gpu_that_is_not_there_is_refused(asked):
-    with pytest.raises(WorldError, match=f"device {asked} was asked, but no GPU is visible"):
+    with refuses("world.no-gpu", f"device {asked}"):
         choose_device(asked, place(0))
 
 
 @pytest.mark.parametrize("asked", ["gpu", "meta", "cuda:x"])
 def test_a_device_no_world_runs_on_is_refused(asked):
-    with pytest.raises(WorldError, match=f"device {asked} is not one a world runs on"):
+    with refuses("world.unknown-device", f"device {asked}"):
         choose_device(asked, place(0))
 
 
 @pytest.mark.gpu
 def test_a_gpu_beyond_the_visible_ones_is_refused():
-    with pytest.raises(WorldError, match="device cuda:99 was asked"):
+    with refuses("world.gpu-index-invalid", "cuda:99"):
         choose_device("cuda:99", place(0))
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import WorldError
+from refusals import refuses
 from shardwise.launch import run_forked
 from shardwise.layout import Layout
 from shardwise.world import fake_world
@@ -64,14 +64,14 @@ def test_a_layout_of_another_size_is_refused_with_what_fits(layout, fix):
         with fake_world(64) as me:
             me.mesh(layout)
 
-    with pytest.raises(WorldError, match="the world has 64") as caught:
+    with refuses("layout.world-size-mismatch", "64") as caught:
         in_a_process_of_its_own(body)
     assert caught.value.fix == fix
 
 
 @pytest.mark.parametrize("rank", [-1, 4])
 def test_a_rank_outside_a_fake_world_is_refused(rank):
-    with pytest.raises(WorldError, match="outside a fake world of 4"):
+    with refuses("world.rank-out-of-range", "4"):
         fake_world(4, rank=rank)
 
 
@@ -80,5 +80,5 @@ def test_a_second_group_is_refused():
         with fake_world(2):
             fake_world(2)
 
-    with pytest.raises(WorldError, match="already running"):
+    with refuses("world.already-running"):
         in_a_process_of_its_own(body)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import WorldError
+from refusals import refuses
 from shardwise.launch import run_forked
 from shardwise.layout import Layout
 from shardwise.testing import run_ranks
@@ -60,7 +60,7 @@ def test_ranks_that_make_no_group_are_refused(ranks):
     def body(me):
         me.group(ranks)
 
-    with pytest.raises(WorldError, match="make no group in a world of 1"):
+    with refuses("world.group-ranks-invalid", "world of 1"):
         run_ranks(body, 1)
 
 
