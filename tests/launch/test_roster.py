@@ -93,28 +93,29 @@ def test_nodes_are_welcomed_in_any_order_and_meet_when_the_store_is_open():
 
 
 @pytest.mark.parametrize(
-    ("host", "rank", "facts", "words"),
+    ("host", "rank", "facts", "code", "values"),
     [
-        ("b", 1, {"torch": "2.11.0"}, "b has torch '2.11.0', node 0 (a) has '2.13.0'"),
-        ("b", 1, {"command": "other.py"}, "b has command 'other.py'"),
-        ("b", 0, {}, "b comes as --node-rank 0, which a is already"),
-        ("b", 2, {}, "--node-rank 2 on b is not below --nnodes 2"),
+        ("b", 1, {"torch": "2.11.0"}, "rendezvous.nodes-differ", ("b has torch '2.11.0'", "(a) has '2.13.0'")),
+        ("b", 1, {"command": "other.py"}, "rendezvous.nodes-differ", ("b has command 'other.py'",)),
+        ("b", 0, {}, "rendezvous.node-rank-taken", ("--node-rank 0",)),
+        ("b", 2, {}, "launch.node-rank-invalid", ("--node-rank 2 on b", "--nnodes 2")),
     ],
 )
-def test_node_that_does_not_fit_is_refused_in_one_sentence(host, rank, facts, words):
+def test_node_that_does_not_fit_is_refused_in_one_sentence(host, rank, facts, code, values):
     run = Run(2, 2)
     run.join("a")
     refusal = run.join(host, rank, **facts)
-    assert words in refusal.fact
-    assert words in run.took(Note)[0].text
+    assert refusal.code == code
+    assert [value for value in values if value not in refusal.fact] == []
+    assert refusal.fact in run.took(Note)[0].text
 
 
 def test_second_node_with_the_same_rank_and_one_too_many_are_refused():
     run = Run(2, 2)
     run.join("a")
     run.join("b", 1)
-    assert "which b is already" in run.join("c", 1).fact
-    assert "all 2 nodes" in run.join("c").fact
+    assert run.join("c", 1).code == "rendezvous.node-rank-taken"
+    assert run.join("c").code == "rendezvous.too-many-nodes"
 
 
 def test_run_ends_well_when_all_ranks_do():
@@ -230,7 +231,7 @@ def test_number_of_a_node_that_was_let_go_is_taken_until_it_hangs_up():
     for node in (0, 1):
         end(run, node, 0, exit_of(node, 75, stopped=True))
     assert set(run.took(Over)) == {1}
-    assert "which b is already" in run.join("c", 1).fact
+    assert run.join("c", 1).code == "rendezvous.node-rank-taken"
     assert run.join("c") == 2
     run.roster.lose(1, "its connection closed", run.now)
     assert run.join("d") == 1

@@ -102,7 +102,7 @@ def stepped(world, name, change):
                 msgspec.structs.replace(batch, micro_batches=[change(each, world.rank) for each in batch.micro_batches])
             )
     except JobError as error:
-        return str(error)
+        return error.code, str(error)
     return "trained"
 
 
@@ -129,13 +129,18 @@ def kept(micro_batch, _):
 def test_peers_of_a_step_fed_different_batches_all_refuse(name):
     found = run_ranks(stepped, 2, name, rolled)
     assert found[0] == found[1]
-    assert found[0].startswith("rank 1 is fed another batch than rank 0, and they hold one model together")
+    code, sentence = found[0]
+    assert code == "data.peer-batches-differ"
+    assert sentence.startswith("rank 1 ")
+    assert "rank 0" in sentence
 
 
 def test_context_parallel_ranks_are_fed_their_slices():
     found = run_ranks(stepped, 2, "cp", unsliced)
     assert found[0] == found[1]
-    assert "ranks 0, 1 are fed something else than slices of the tokens" in found[0]
+    code, sentence = found[0]
+    assert code == "data.peer-tokens-unsliced"
+    assert sentence.startswith("ranks 0, 1 ")
 
 
 @pytest.mark.parametrize("name", ["cp2.tp2", "replicate2.tp2", "pp2.shard2"])
