@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardwise.errors import JobError
+from refusals import refuses
 from shardwise.parallel.keyed_masks import KeyedMasks, key_dropouts
 
 pytestmark = [
@@ -57,7 +57,7 @@ def test_a_fused_kernel_that_drops_is_refused_with_the_kernel_that_does_not():
     rows = torch.randn(8, 16, 64).cuda()
     with (
         sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION),
-        pytest.raises(JobError, match=r"draws random numbers of its own by _scaled_dot_product_\w+.*SDPBackend\.MATH"),
+        refuses("support.keyed-draws-operator", "_scaled_dot_product_", "SDPBackend.MATH"),
         KeyedMasks(model, "cuda").of(model, KEYS, 8),
     ):
         model(rows)
