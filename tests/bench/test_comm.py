@@ -9,12 +9,12 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
+from refusals import assert_refused, refuses
 from shardwise.bench.comm.compare import read_earlier
 from shardwise.bench.comm.spec import CommSpec
 from shardwise.bench.comm.support import _cases
 from shardwise.bench.comm.sweep import sweep
 from shardwise.cli.main import main
-from shardwise.errors import InputError
 from shardwise.layout import Layout
 from shardwise.testing import run_ranks
 
@@ -67,17 +67,14 @@ def test_one_rank_has_rows_and_no_verdict_on_links():
     assert found.wrong == 0
 
 
-def refused(world, spec):
-    with pytest.raises(InputError) as error:
+def refused(world, spec, *refusal):
+    with refuses(*refusal):
         sweep(world, spec)
-    return str(error.value)
 
 
 def test_sizes_over_the_memory_and_a_root_outside_are_refused_by_ranks_before_they_allocate():
-    words = run_ranks(refused, 1, CommSpec(sizes=(1 << 50,)))[0]
-    assert "size 1048576GiB needs 2097152.0 GiB for 1 ranks, and host" in words
-    assert "GiB free" in words
-    assert run_ranks(refused, 1, CommSpec(root=1))[0] == "--root 1 is outside a group world of 1 ranks: use 0 to 0"
+    run_ranks(refused, 1, CommSpec(sizes=(1 << 50,)), "bench.not-enough-memory", "1048576GiB", "2097152.0 GiB", "free")
+    run_ranks(refused, 1, CommSpec(root=1), "bench.root-out-of-range", "--root 1", "0 to 0")
 
 
 def test_what_there_is_no_time_for_is_left_out_and_named():
@@ -151,34 +148,34 @@ def test_a_wrong_result_is_counted_named_and_makes_exit_code_three():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "refusal"),
     [
-        (["allreduce"], "there is no collective 'allreduce': did you mean 'all_reduce'?"),
-        (["--sizes", "1PB"], "'1PB' is no size: write bytes or a unit, such as 4096, 64KiB, 100MB"),
-        (["--sizes", "1TiB:4TiB"], "this host has"),
-        (["--sizes", "8:4"], "--sizes 8:4 begins above its end: write 4:8"),
-        (["--sizes", "1:8:1"], "no whole factor above 1"),
-        (["--dtypes", "flot32"], "there is no dtype 'flot32': did you mean 'float32'?"),
-        (["--ops", "SUMM"], "there is no reduce operation 'SUMM': did you mean 'SUM'?"),
-        (["--group", "nodes"], "there is no group 'nodes': did you mean 'node'?"),
-        (["--group", "tp"], "--group tp is an axis of no layout: add --layout, such as tp2"),
+        (["allreduce"], ("bench.unknown-choice", "'allreduce'", "'all_reduce'")),
+        (["--sizes", "1PB"], ("bench.size-syntax", "'1PB'", "64KiB")),
+        (["--sizes", "1TiB:4TiB"], ("bench.not-enough-memory", "this host has")),
+        (["--sizes", "8:4"], ("bench.sizes-descending", "8:4", "4:8")),
+        (["--sizes", "1:8:1"], ("bench.sizes-factor-invalid", "1:8:1")),
+        (["--dtypes", "flot32"], ("bench.unknown-choice", "dtype 'flot32'", "'float32'")),
+        (["--ops", "SUMM"], ("bench.unknown-choice", "reduce operation 'SUMM'", "'SUM'")),
+        (["--group", "nodes"], ("bench.unknown-choice", "group 'nodes'", "'node'")),
+        (["--group", "tp"], ("bench.group-without-layout", "--group tp", "tp2")),
         (
             ["--group", "tp", "--layout", "shard2"],
-            "layout shard2 does not cut tp: use one of world, node, across, shard",
+            ("bench.group-axis-unsplit", "shard2", "tp", "world, node, across, shard"),
         ),
-        (["--group", "tp", "--layout", "tp4", "--nproc", "2"], "layout tp4 needs 4 ranks, the world has 2"),
-        (["--group", "across"], "--group across joins nodes, and there is 1"),
-        (["--root", "7", "--nproc", "2"], "--root 7 is outside a group of 2 ranks"),
-        (["--csv", "/nowhere/a.csv"], "/nowhere/a.csv cannot be written"),
-        (["--report", "a.pdf"], "a report named a.pdf is of no known kind"),
-        (["--compare", "/nowhere/a.json"], "/nowhere/a.json cannot be read (No such file or directory)"),
+        (["--group", "tp", "--layout", "tp4", "--nproc", "2"], ("layout.world-size-mismatch", "tp4", 4, 2)),
+        (["--group", "across"], ("bench.group-one-node", "--group across")),
+        (["--root", "7", "--nproc", "2"], ("bench.root-out-of-range", "--root 7", 2)),
+        (["--csv", "/nowhere/a.csv"], ("cli.output-not-writable", "/nowhere/a.csv")),
+        (["--report", "a.pdf"], ("bench.report-extension", "a.pdf")),
+        (["--compare", "/nowhere/a.json"], ("bench.baseline-read-failed", "/nowhere/a.json", "No such file")),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_is_one_sentence_and_exit_code_two(arguments, words, capsys):
+def test_bad_input_is_one_sentence_and_exit_code_two(arguments, refusal, capsys):
     assert main(["bench", "comm", "--device", "cpu", *arguments]) == 2
     said = capsys.readouterr().err
-    assert words in said
+    assert_refused(said, *refusal)
     assert said.count("\n") == 1
 
 

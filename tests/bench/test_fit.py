@@ -2,8 +2,8 @@
 
 import pytest
 
+from refusals import refuses
 from shardwise.bench.fit import fit_alpha_beta, fit_knee, held_out_error
-from shardwise.errors import InputError
 
 SIZES = [2**power for power in range(8, 27, 3)]
 
@@ -30,7 +30,7 @@ def test_neither_number_is_below_zero():
 
 
 def test_one_size_makes_no_line():
-    with pytest.raises(InputError, match="two sizes"):
+    with refuses("bench.too-few-points"):
         fit_alpha_beta([(8, 1.0), (8, 2.0)])
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from refusals import assert_refused
 from shardwise.bench.overlap import BUCKET, PREFETCH, SYNC, advise, advised_plan, distinct, summarise, vary
 from shardwise.bench.overlap_report import hidden_words, overlap_findings, overlap_table, verdict
 from shardwise.bench.split import Turn, Turns, measure_turns, split
@@ -267,22 +268,22 @@ def test_two_real_ranks_are_measured_from_the_command_line(job_file, tmp_path, c
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "refusal"),
     [
-        ([], "--nproc 2 or more"),
-        (["--nproc", "2", "--plan", "pp"], "without pp"),
-        (["--nproc", "2", "--buckets", "1,x"], "such as 1,5,25"),
-        (["--nproc", "2", "--buckets", "nan"], "such as 1,5,25"),
-        (["--nproc", "2", "--plan", "fsdp", "--buckets", "1"], "--plan ddp"),
-        (["--nproc", "2", "--prefetch", "2"], "--plan fsdp"),
-        (["--nproc", "2", "--plan", "fsdp", "--prefetch", "1.5"], "whole numbers"),
-        (["--nproc", "2", "--out", "plan.json"], ".toml"),
-        (["--nproc", "2", "--report", "report.pdf"], ".html or .md"),
-        (["--nproc", "3"], "batch_size"),
+        ([], ("bench.too-few-ranks", "--nproc 2")),
+        (["--nproc", "2", "--plan", "pp"], ("bench.overlap-pipeline", "pp")),
+        (["--nproc", "2", "--buckets", "1,x"], ("cli.number-list-invalid", "--buckets", "'1,x'")),
+        (["--nproc", "2", "--buckets", "nan"], ("cli.number-list-invalid", "--buckets", "'nan'")),
+        (["--nproc", "2", "--plan", "fsdp", "--buckets", "1"], ("bench.buckets-without-ddp", "--plan ddp")),
+        (["--nproc", "2", "--prefetch", "2"], ("bench.prefetch-without-shards", "--plan fsdp")),
+        (["--nproc", "2", "--plan", "fsdp", "--prefetch", "1.5"], ("bench.prefetch-not-whole", "--prefetch")),
+        (["--nproc", "2", "--out", "plan.json"], ("bench.plan-path-invalid", "plan.json", ".toml")),
+        (["--nproc", "2", "--report", "report.pdf"], ("bench.report-extension", ".html", ".md")),
+        (["--nproc", "3"], ("plan.batch-not-divisible", "batch_size")),
     ],
 )
-def test_bad_input_gets_one_sentence(job_file, capsys, options, words):
+def test_bad_input_gets_one_sentence(job_file, capsys, options, refusal):
     assert main(["bench", "overlap", str(job_file), "--device", "cpu", *options]) == 2
     said = capsys.readouterr().err
-    assert words in said
+    assert_refused(said, *refusal)
     assert said.count("\n") == 1

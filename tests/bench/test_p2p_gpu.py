@@ -2,12 +2,12 @@
 
 import pytest
 
+from refusals import refuses
 from shardwise.bench.explain.show import NAMES, check_names, explain_on_ranks
 from shardwise.bench.p2p.pairs import PairSpec, measure_pairs
 from shardwise.bench.p2p.ways import WAYS
 from shardwise.bench.ranks import on_ranks
 from shardwise.cli.main import main
-from shardwise.errors import InputError
 
 pytestmark = pytest.mark.gpu
 
@@ -22,7 +22,7 @@ def test_ranks_that_share_a_gpu_measure_their_links_through_host_memory():
 
 
 def test_nccl_alone_has_nobody_to_send_to():
-    with pytest.raises(InputError, match="one rank for p2p: nccl has nobody to send to"):
+    with refuses("bench.too-few-ranks", "nccl"):
         on_ranks(measure_pairs, 1, PairSpec(device="cuda"))
 
 

@@ -5,11 +5,12 @@ import re
 
 import pytest
 
+from refusals import assert_refused, refuses
 from shardwise.bench.scaling import Curve, Point, plan_for, powers_of_two
 from shardwise.bench.scaling_report import Room, limits, scaling_findings, scaling_table, verdict
 from shardwise.bench.scaling_script import find_rates, measure_script, read_pattern
 from shardwise.cli.main import main
-from shardwise.errors import InputError, RankFailedError
+from shardwise.errors import RankFailedError
 from shardwise.launch import Script
 from shardwise.plan import Plan
 from shardwise.plan.settle import Device
@@ -140,7 +141,7 @@ def test_rates_are_read_without_the_first_which_warms_up():
     pattern = read_pattern(r"([0-9.,]+) rows/s")
     assert find_rates(pattern, "1,000.5 rows/s") == [1000.5]
     assert find_rates(pattern, "1 rows/s\n2 rows/s\n3 rows/s") == [2.0, 3.0]
-    with pytest.raises(InputError, match="no number"):
+    with refuses("bench.pattern-not-number"):
         find_rates(re.compile("(x)"), "x")
 
 
@@ -162,7 +163,7 @@ def test_a_script_is_measured_by_what_it_prints_and_by_the_clock(script_file, tm
 def test_a_script_that_fails_is_named_with_its_own_words(tmp_path):
     path = tmp_path / "fails.py"
     path.write_text("raise RuntimeError('no such luck')")
-    with pytest.raises(RankFailedError, match="no such luck"):
+    with refuses("bench.script-failed", "no such luck", kind=RankFailedError):
         measure_script(Script(str(path)), [1], rounds=1, mode="strong", pattern=None)
 
 
@@ -186,50 +187,50 @@ def test_a_job_is_measured_on_one_and_two_ranks_from_the_command_line(job_file, 
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "refusal"),
     [
-        (["--ranks", "1,x"], "such as 1,2,4"),
-        (["--ranks", "0"], "such as 1,2,4"),
-        (["--ranks", "1,2", "--nproc", "2"], "leave one out"),
-        (["--ranks", "1,3"], "batch_size"),
-        (["--plan", "tp2", "--ranks", "1,2"], "tp2"),
-        (["--report", "report.pdf"], ".html or .md"),
-        (["--set", "nothing=1"], "nothing"),
+        (["--ranks", "1,x"], ("cli.number-list-invalid", "--ranks", "'1,x'")),
+        (["--ranks", "0"], ("cli.number-list-invalid", "--ranks", "'0'")),
+        (["--ranks", "1,2", "--nproc", "2"], ("cli.options-conflict", "--ranks", "--nproc")),
+        (["--ranks", "1,3"], ("plan.batch-not-divisible", "batch_size")),
+        (["--plan", "tp2", "--ranks", "1,2"], ("layout.world-size-mismatch", "tp2")),
+        (["--report", "report.pdf"], ("bench.report-extension", ".html", ".md")),
+        (["--set", "nothing=1"], ("cli.set-unknown-key", "nothing")),
     ],
 )
-def test_bad_input_about_a_job_gets_one_sentence(job_file, capsys, options, words):
+def test_bad_input_about_a_job_gets_one_sentence(job_file, capsys, options, refusal):
     assert main(["bench", "scaling", "--device", "cpu", *options, str(job_file)]) == 2
     said = capsys.readouterr().err
-    assert words in said
+    assert_refused(said, *refusal)
     assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "refusal"),
     [
-        (["--pattern", "(a)(b)"], "2 groups"),
-        (["--pattern", "("], "no regular expression"),
-        (["--plan", "ddp"], "--plan is for a job"),
-        (["--pattern", "(a)", "--mode", "weak"], "leave one out"),
+        (["--pattern", "(a)(b)"], ("bench.pattern-group-count", "2 groups")),
+        (["--pattern", "("], ("bench.pattern-not-regex", "--pattern")),
+        (["--plan", "ddp"], ("cli.option-not-applicable", "--plan")),
+        (["--pattern", "(a)", "--mode", "weak"], ("cli.options-conflict", "--mode weak", "--pattern")),
     ],
 )
-def test_bad_input_about_a_script_gets_one_sentence(script_file, capsys, options, words):
+def test_bad_input_about_a_script_gets_one_sentence(script_file, capsys, options, refusal):
     assert main(["bench", "scaling", *options, str(script_file)]) == 2
     said = capsys.readouterr().err
-    assert words in said
+    assert_refused(said, *refusal)
     assert said.count("\n") == 1
 
 
 def test_a_file_that_is_not_there_or_not_python_is_refused(tmp_path, capsys):
     assert main(["bench", "scaling", str(tmp_path / "nothing.py")]) == 2
+    assert_refused(capsys.readouterr().err, "cli.file-not-found", "nothing.py")
     (tmp_path / "text.py").write_text("this is no Python")
     assert main(["bench", "scaling", str(tmp_path / "text.py")]) == 2
-    assert "is not there" in (said := capsys.readouterr().err)
-    assert "is not Python" in said
+    assert_refused(capsys.readouterr().err, "cli.not-python", "text.py")
 
 
 def test_a_rank_of_another_launcher_does_not_start_ranks(job_file, capsys, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     assert main(["bench", "scaling", str(job_file)]) == 2
-    assert "run it by itself" in capsys.readouterr().err
+    assert_refused(capsys.readouterr().err, "cli.starts-own-ranks", "torchrun")

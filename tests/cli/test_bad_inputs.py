@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from refusals import assert_refused
 from shardwise.cli.main import main
 
 JOB = """
@@ -66,74 +67,106 @@ shared = make(model=shared_layers, loss=sw.losses.token_cross_entropy, batch_siz
 """
 
 QUICK = {
-    "typo in a key": (["job.py", "--set", "batchsize=8"], "'batch_size'"),
-    "typo in a nested key": (["job.py", "--set", "optimizer.lrr=1"], "'lr'"),
-    "key of a section by itself": (["job.py", "--set", "lr=1e-4"], "did you mean 'optimizer.lr'?"),
-    "typo in a section": (["job.py", "--set", "optimiser.lr=1"], "did you mean 'optimizer.lr'?"),
-    "key as an option": (["job.py", "--lr", "1e-4"], "there is no option --lr: use --set optimizer.lr=VALUE"),
-    "option like no other": (["job.py", "--verbosity", "2"], "--verbosity: shardwise train --help lists them"),
-    "preset with another number": (["job.py", "--nproc", "2", "--plan", "zero5"], "not a preset, a product or a .toml"),
-    "no equals sign": (["job.py", "--set", "batch_size"], "key=value"),
-    "batch smaller than the world": (["job.py", "--nproc", "4", "--set", "batch_size=3"], "smaller than the 4 ranks"),
-    "batch that does not divide": (["job.py", "--nproc", "3", "--set", "batch_size=64"], "63 or 66"),
-    "missing job attribute": (["job.py:jobb"], "did you mean 'job'"),
-    "attribute that is no job": (["job.py:number"], "not a Job"),
-    "wrong type": (["job.py", "--set", "batch_size=many"], "whole number"),
-    "NaN learning rate": (["job.py", "--set", "optimizer.lr=nan"], "finite"),
-    "no such file": (["nowhere.py"], "is not there"),
-    "job that raises on import": (["raises.py"], "ZeroDivisionError at line 2"),
-    "job with a syntax error": (["syntax.py"], "SyntaxError at line 1"),
-    "unknown preset": (["job.py", "--plan", "fspd"], "'fsdp'"),
-    "sequences cut under a loss by sample": (["job.py", "--nproc", "2", "--plan", "cp"], "counts samples, not tokens"),
-    "unknown precision": (["job.py", "--set", "precision.compute=bf61"], "bf16"),
-    "plan file that is not there": (["job.py", "--plan", "none.toml"], "cannot be read"),
-    "plan file with a typo": (["job.py", "--plan", "typo.toml"], "micro_batch"),
-    "run directory in use": (["job.py", "--run-dir", "used"], "not empty"),
-    "zero processes": (["job.py", "--nproc", "0"], "nproc"),
-    "unknown option": (["job.py", "--nprocs", "2"], "--nproc"),
-    "rule that keeps nothing": (["job.py", "--keep", "0"], "a count (3)"),
-    "rule without a unit": (["job.py", "--keep", "3,1.5"], "'1.5', which is no rule"),
-    "two counts": (["job.py", "--keep", "3,4"], "says count twice"),
-    "no GPU": (["job.py", "--device", "cuda"], "no NVIDIA GPU"),
-    "mpi without mpirun": (["job.py", "--nproc", "3", "--backend", "MPI"], "mpirun -n 3 shardwise train"),
-    "mpi on GPUs": (["job.py", "--device", "cuda", "--backend", "mpi"], "--backend mpi carries tensors of the CPU"),
+    "typo in a key": (["job.py", "--set", "batchsize=8"], ("cli.set-unknown-key", "'batch_size'")),
+    "typo in a nested key": (["job.py", "--set", "optimizer.lrr=1"], ("cli.set-unknown-key", "'lr'")),
+    "key of a section by itself": (["job.py", "--set", "lr=1e-4"], ("cli.set-unknown-key", "'optimizer.lr'")),
+    "typo in a section": (["job.py", "--set", "optimiser.lr=1"], ("cli.set-unknown-key", "'optimizer.lr'")),
+    "key as an option": (["job.py", "--lr", "1e-4"], ("", "--lr", "--set optimizer.lr=VALUE")),
+    "option like no other": (["job.py", "--verbosity", "2"], ("", "--verbosity", "shardwise train --help")),
+    "preset with another number": (["job.py", "--nproc", "2", "--plan", "zero5"], ("plan.unknown-preset", "'zero5'")),
+    "no equals sign": (["job.py", "--set", "batch_size"], ("cli.set-syntax", "key=value")),
+    "batch smaller than the world": (
+        ["job.py", "--nproc", "4", "--set", "batch_size=3"],
+        ("plan.batch-too-small", "batch_size 3", 4),
+    ),
+    "batch that does not divide": (
+        ["job.py", "--nproc", "3", "--set", "batch_size=64"],
+        ("plan.batch-not-divisible", "63 or 66"),
+    ),
+    "missing job attribute": (["job.py:jobb"], ("job.attribute-missing", "'job'")),
+    "attribute that is no job": (["job.py:number"], ("job.not-a-job", "number")),
+    "wrong type": (["job.py", "--set", "batch_size=many"], ("job.not-whole-number", "batch_size", "'many'")),
+    "NaN learning rate": (["job.py", "--set", "optimizer.lr=nan"], ("optimizer.setting-out-of-range", "lr=nan")),
+    "no such file": (["nowhere.py"], ("job.file-not-found", "nowhere.py")),
+    "job that raises on import": (["raises.py"], ("job.file-raised", "ZeroDivisionError", "line 2")),
+    "job with a syntax error": (["syntax.py"], ("job.file-raised", "SyntaxError", "line 1")),
+    "unknown preset": (["job.py", "--plan", "fspd"], ("plan.unknown-preset", "'fsdp'")),
+    "sequences cut under a loss by sample": (
+        ["job.py", "--nproc", "2", "--plan", "cp"],
+        ("support.cp-loss-by-sample", "the job's loss"),
+    ),
+    "unknown precision": (["job.py", "--set", "precision.compute=bf61"], ("plan.unknown-choice", "'bf16'")),
+    "plan file that is not there": (["job.py", "--plan", "none.toml"], ("plan.read-failed", "none.toml")),
+    "plan file with a typo": (["job.py", "--plan", "typo.toml"], ("plan.unknown-key", "'micro_batch'")),
+    "run directory in use": (["job.py", "--run-dir", "used"], ("run.directory-not-empty", "used")),
+    "zero processes": (["job.py", "--nproc", "0"], ("", "nproc")),
+    "unknown option": (["job.py", "--nprocs", "2"], ("", "--nproc")),
+    "rule that keeps nothing": (["job.py", "--keep", "0"], ("checkpoint.keep-rule-invalid", "a count (3)")),
+    "rule without a unit": (["job.py", "--keep", "3,1.5"], ("checkpoint.keep-rule-invalid", "'1.5'")),
+    "two counts": (["job.py", "--keep", "3,4"], ("checkpoint.keep-rule-repeated", "count")),
+    "no GPU": (["job.py", "--device", "cuda"], ("launch.no-gpu", "--device cuda")),
+    "mpi without mpirun": (
+        ["job.py", "--nproc", "3", "--backend", "MPI"],
+        ("launch.mpi-without-mpirun", "mpirun -n 3 shardwise train"),
+    ),
+    "mpi on GPUs": (
+        ["job.py", "--device", "cuda", "--backend", "mpi"],
+        ("world.backend-device-mismatch", "--backend mpi"),
+    ),
 }
 
 STRATEGIES = {
-    "tp that does not divide the heads": (["job.py:untied", "--nproc", "3", "--plan", "tp"], "use tp 1, 2 or 4"),
+    "tp that does not divide the heads": (
+        ["job.py:untied", "--nproc", "3", "--plan", "tp"],
+        ("plan.tp-not-divisible", "use tp 1, 2 or 4"),
+    ),
     "tp without rules": (
         ["job.py", "--nproc", "2", "--plan", "tp"],
-        'give Job(tensor_rules={"1": "column_gathered"}), have them proposed (shardwise verify job.py --propose-rules)',
+        (
+            "support.tp-no-rules",
+            'Job(tensor_rules={"1": "column_gathered"})',
+            "shardwise verify job.py --propose-rules",
+        ),
     ),
     "tp without rules for a pair": (
         ["job.py:mlp", "--nproc", "2", "--plan", "tp"],
-        '{"layers.*.up": "column", "layers.*.down": "row"}), have them proposed (shardwise verify job.py:mlp --pro',
+        (
+            "support.tp-no-rules",
+            'Job(tensor_rules={"layers.*.up": "column", "layers.*.down": "row"})',
+            "shardwise verify job.py:mlp --propose-rules",
+        ),
     ),
-    "pp beyond the layers": (["job.py:untied", "--nproc", "4", "--plan", "pp"], "use pp = 2"),
-    "pp of a model without layers": (["job.py", "--nproc", "2", "--plan", "pp"], "repeated blocks"),
+    "pp beyond the layers": (
+        ["job.py:untied", "--nproc", "4", "--plan", "pp"],
+        ("plan.pipeline-too-many-stages", "use pp = 2"),
+    ),
+    "pp of a model without layers": (
+        ["job.py", "--nproc", "2", "--plan", "pp"],
+        ("support.pipeline-no-blocks", "Job(layers="),
+    ),
     "pp of layers that share a weight": (
         ["job.py:shared", "--nproc", "2", "--plan", "pp"],
-        "blocks.0.mlp.up.weight and blocks.1.mlp.up.weight are one parameter",
+        ("support.pipeline-tied-weights", "blocks.0.mlp.up.weight", "blocks.1.mlp.up.weight"),
     ),
     "pp with too few micro-batches": (
         ["job.py:untied", "--nproc", "2", "--plan", "pp", "--set", "accumulation=1"],
-        "use accumulation = 2",
+        ("plan.pipeline-accumulation", "use accumulation = 2"),
     ),
     "pp split that does not rise": (
         ["job.py:untied", "--nproc", "2", "--plan", "pp", "--set", "pipeline.split=[5]"],
-        "split = [1]",
+        ("plan.pipeline-split-invalid", "split = [1]"),
     ),
     "pp split that is no list": (
         ["job.py:untied", "--nproc", "2", "--plan", "pp", "--set", "pipeline.split=(5,)"],
-        "a list of layers",
+        ("plan.pipeline-split-not-list", "'(5,)'"),
     ),
     "batch that micro-batches x replicas do not divide": (
         ["job.py:untied", "--nproc", "4", "--plan", "pp2.replicate2", "--set", "accumulation=5"],
-        "40 or 50",
+        ("plan.batch-not-divisible", "40 or 50"),
     ),
     "split backward on shards": (
         ["job.py:untied", "--nproc", "4", "--plan", "pp2.shard2", "--set", "pipeline.schedule=zbv"],
-        "trains wrongly",
+        ("support.split-backward-sharded", "'zbv'"),
     ),
     "fp16 on fp64 weights": (
         [
@@ -141,30 +174,39 @@ STRATEGIES = {
             *(word for key in ("parameter", "optimizer", "reduce") for word in ("--set", f"precision.{key}=fp64")),
             *("--set", "precision.compute=fp16"),
         ],
-        "compute in fp64",
+        ("support.fp64-mix", "compute in fp64"),
     ),
-    "sequence parallel without tp": (["job.py", "--set", "sequence_parallel=true"], "use tp 2"),
-    "zero without shards": (["job.py", "--nproc", "2", "--plan", "ddp", "--set", "zero=2"], "shard is above 1"),
-    "product for another world": (["job.py", "--nproc", "2", "--plan", "shard2.tp2"], "needs 4 ranks"),
+    "sequence parallel without tp": (
+        ["job.py", "--set", "sequence_parallel=true"],
+        ("plan.sequence-parallel-without-tp", "use tp 2"),
+    ),
+    "zero without shards": (
+        ["job.py", "--nproc", "2", "--plan", "ddp", "--set", "zero=2"],
+        ("plan.zero-shard-mismatch", "zero = 2"),
+    ),
+    "product for another world": (
+        ["job.py", "--nproc", "2", "--plan", "shard2.tp2"],
+        ("layout.world-size-mismatch", "shard2.tp2", 4),
+    ),
     "offload without shards": (
         ["job.py", "--nproc", "2", "--plan", "ddp", "--set", "offload.parameters=cpu"],
-        "use zero3",
+        ("support.offload-whole-parameters", "use zero3"),
     ),
     "compression without buckets": (
         ["job.py", "--nproc", "2", "--plan", "zero3", "--set", "communication.compression=bf16"],
-        "use --plan ddp",
+        ("support.compression-without-ddp", "use --plan ddp"),
     ),
 }
 
 IN_THE_RANKS = {
-    "unreadable data folder": (["job.py:no_data"], "no/such/folder"),
-    "no training data": (["job.py:no_train"], "no dataset for split 'train'"),
-    "model that is no module": (["job.py:no_module"], "torch.nn.Module"),
-    "weights that are not there": (["job.py:no_weights"], "missing.pt"),
-    "metric that is not measured": (["job.py", "--keep", "max:accuracy"], "'accuracy' is to stay"),
-    "nothing to train": (["job.py:frozen"], "no trainable parameter"),
-    "unknown backend": (["job.py", "--backend", "glooo"], "'gloo'"),
-    "backend this torch lacks": (["job.py", "--backend", "ucc"], "USE_UCC=1"),
+    "unreadable data folder": (["job.py:no_data"], ("data.folder-not-found", "no/such/folder")),
+    "no training data": (["job.py:no_train"], ("data.no-train-split", "'train'")),
+    "model that is no module": (["job.py:no_module"], ("model.not-a-module", "torch.nn.Module")),
+    "weights that are not there": (["job.py:no_weights"], ("model.weights-not-found", "missing.pt")),
+    "metric that is not measured": (["job.py", "--keep", "max:accuracy"], ("train.keep-metric-unknown", "'accuracy'")),
+    "nothing to train": (["job.py:frozen"], ("model.no-trainable-parameter",)),
+    "unknown backend": (["job.py", "--backend", "glooo"], ("world.unknown-backend", "'gloo'")),
+    "backend this torch lacks": (["job.py", "--backend", "ucc"], ("world.backend-not-available", "USE_UCC=1")),
 }
 
 
@@ -180,34 +222,32 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def check(folder, capfd, arguments, word):
+def check(folder, capfd, arguments, code, *values):
     before = {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
-    code = main(arguments)
+    exit_code = main(arguments)
     captured = capfd.readouterr()
-    assert code == 2, captured.err
-    lines = captured.err.strip().splitlines()
-    assert len(lines) == 1, captured.err
-    assert lines[0].startswith("shardwise: ")
-    assert word in lines[0]
+    assert exit_code == 2, captured.err
+    assert len(captured.err.strip().splitlines()) == 1, captured.err
+    assert_refused(captured.err, code, *values)
     assert {path for path in folder.rglob("*") if "__pycache__" not in path.parts} == before
 
 
-@pytest.mark.parametrize(("arguments", "word"), (QUICK | STRATEGIES).values(), ids=QUICK | STRATEGIES)
-def test_refused_before_any_process_starts(folder, capfd, arguments, word):
-    check(folder, capfd, ["train", *arguments], word)
+@pytest.mark.parametrize(("arguments", "refusal"), (QUICK | STRATEGIES).values(), ids=QUICK | STRATEGIES)
+def test_refused_before_any_process_starts(folder, capfd, arguments, refusal):
+    check(folder, capfd, ["train", *arguments], *refusal)
 
 
-@pytest.mark.parametrize(("arguments", "word"), IN_THE_RANKS.values(), ids=IN_THE_RANKS)
-def test_refused_by_the_ranks_before_the_first_step(folder, capfd, arguments, word):
-    check(folder, capfd, ["train", *arguments], word)
+@pytest.mark.parametrize(("arguments", "refusal"), IN_THE_RANKS.values(), ids=IN_THE_RANKS)
+def test_refused_by_the_ranks_before_the_first_step(folder, capfd, arguments, refusal):
+    check(folder, capfd, ["train", *arguments], *refusal)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "word"),
-    [(["trian"], "'train'"), (["doctor", "job.py"], "no part 'job.py'"), (["--verbose"], "--verbose")],
+    ("arguments", "refusal"),
+    [(["trian"], ("", "'train'")), (["doctor", "job.py"], ("", "'job.py'")), (["--verbose"], ("", "--verbose"))],
 )
-def test_refused_by_the_command_line(folder, capfd, arguments, word):
-    check(folder, capfd, arguments, word)
+def test_refused_by_the_command_line(folder, capfd, arguments, refusal):
+    check(folder, capfd, arguments, *refusal)
 
 
 @pytest.mark.parametrize("verb", [[], ["watch"], ["plan"], ["checkpoint", "convert"]])
@@ -221,13 +261,13 @@ def test_a_command_without_arguments_prints_its_help_in_lines(capfd, verb):
 
 def test_world_size_without_rank(folder, capfd, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    check(folder, capfd, ["train", "job.py"], "WORLD_SIZE=2 is set but RANK is not")
+    check(folder, capfd, ["train", "job.py"], "env.rank-missing", "WORLD_SIZE=2", "export RANK")
 
 
 def test_nproc_inside_somebody_elses_world(folder, capfd, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    check(folder, capfd, ["train", "job.py", "--nproc", "2"], "leave --nproc out")
+    check(folder, capfd, ["train", "job.py", "--nproc", "2"], "cli.option-inside-world", "leave --nproc out")
 
 
 def test_port_in_use(folder, capfd, monkeypatch):
@@ -238,7 +278,7 @@ def test_port_in_use(folder, capfd, monkeypatch):
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        check(folder, capfd, ["train", "job.py"], "in use")
+        check(folder, capfd, ["train", "job.py"], "rendezvous.listen-failed")
 
 
 def test_parameters_without_gradient_are_named_by_rank(folder, capfd):

@@ -6,8 +6,8 @@ import struct
 import numpy as np
 import pytest
 
+from refusals import refuses
 from shardwise.data.datasets.idx import find_idx, read_idx
-from shardwise.errors import DataError
 
 
 def idx_bytes(values):
@@ -40,39 +40,39 @@ def test_both_spellings_are_found_plain_and_gzipped(tmp_path, name):
 
 
 def test_missing_folder_says_make_data(tmp_path):
-    with pytest.raises(DataError, match=r"no data folder .*/nowhere: run `make data`"):
+    with refuses("data.folder-not-found", "/nowhere", "make data"):
         find_idx(tmp_path / "nowhere", "train-images", num_dims=3)
 
 
 def test_folder_without_the_file_names_it(tmp_path):
-    with pytest.raises(DataError, match=r"has no t10k-labels-idx1-ubyte, plain or \.gz: run `make data`"):
+    with refuses("data.idx-file-missing", "t10k-labels-idx1-ubyte", "make data"):
         find_idx(tmp_path, "t10k-labels", num_dims=1)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    ("name", "content", "refusal"),
     [
-        ("x", b"", "truncated: 0 bytes"),
-        ("x", idx_bytes(VALUES)[:10], "truncated: 10 bytes"),
-        ("x", idx_bytes(VALUES)[:-1], "truncated: 23 bytes of values where its header says 24"),
-        ("x", idx_bytes(VALUES) + b"!", "too long: 25 bytes of values where its header says 24"),
-        ("x", struct.pack(">4I", 0x0803, 2**32 - 1, 2**32 - 1, 2**32 - 1), "truncated: 0 bytes of values"),
-        ("x", idx_bytes(VALUES.ravel()), "magic number 0x00000801, not 0x00000803"),
-        ("x", PACKED, "magic number 0x1f8b"),
-        ("x.gz", idx_bytes(VALUES), "cannot be read"),
-        ("x.gz", PACKED[:-9], "cannot be read"),
-        ("x.gz", PACKED[:12] + b"\xff" * 20, "cannot be read"),
+        ("x", b"", ("data.idx-size-mismatch", "truncated", 0)),
+        ("x", idx_bytes(VALUES)[:10], ("data.idx-size-mismatch", "truncated", 10)),
+        ("x", idx_bytes(VALUES)[:-1], ("data.idx-size-mismatch", "truncated", 23, 24)),
+        ("x", idx_bytes(VALUES) + b"!", ("data.idx-size-mismatch", "too long", 25, 24)),
+        ("x", struct.pack(">4I", 0x0803, 2**32 - 1, 2**32 - 1, 2**32 - 1), ("data.idx-size-mismatch", "truncated", 0)),
+        ("x", idx_bytes(VALUES.ravel()), ("data.idx-wrong-magic", "0x00000801", "0x00000803")),
+        ("x", PACKED, ("data.idx-wrong-magic", "0x1f8b")),
+        ("x.gz", idx_bytes(VALUES), ("data.read-failed",)),
+        ("x.gz", PACKED[:-9], ("data.read-failed",)),
+        ("x.gz", PACKED[:12] + b"\xff" * 20, ("data.read-failed",)),
     ],
 )
-def test_damaged_file_is_refused_by_name(tmp_path, name, content, words):
+def test_damaged_file_is_refused_by_name(tmp_path, name, content, refusal):
     path = tmp_path / name
     path.write_bytes(content)
-    with pytest.raises(DataError, match=words) as caught:
+    with refuses(*refusal) as caught:
         read_idx(path, num_dims=3)
     assert str(path) in caught.value.fact
 
 
 def test_a_directory_in_place_of_a_file_is_refused(tmp_path):
     (tmp_path / "train-images-idx3-ubyte").mkdir()
-    with pytest.raises(DataError, match="train-images-idx3-ubyte cannot be read"):
+    with refuses("data.read-failed", "train-images-idx3-ubyte"):
         read_idx(tmp_path / "train-images-idx3-ubyte", num_dims=3)

@@ -1,7 +1,7 @@
 import pytest
 
+from refusals import refuses
 from shardwise.data.slices import Slices
-from shardwise.errors import DataError
 
 
 @pytest.mark.parametrize("readers", [1, 2, 3, 4])
@@ -29,5 +29,5 @@ def test_short_step_is_spread_evenly():
 
 
 def test_empty_dataset_is_refused():
-    with pytest.raises(DataError, match="empty"):
+    with refuses("data.no-samples"):
         Slices(batch_size=1, accumulation=1, reader=0, readers=1, length=0)

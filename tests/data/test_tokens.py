@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import shardwise as sw
+from refusals import refuses
 from shardwise.data.tokens import TokenCut, check_token_loss
-from shardwise.errors import InputError, JobError
 from train.sentences import sentences_job
 
 TOKENS = torch.arange(24).reshape(2, 12)
@@ -44,53 +44,57 @@ REFUSED = {
     "sequences that do not divide": (
         (TOKENS[:, :11],),
         {},
-        "11 tokens do not give cp=3 equal slices.*: use .* 12 tokens",
+        ("plan.cp-sequence-not-divisible", 11, "cp=3", 12),
     ),
-    "slices of one token": ((TOKENS[:, :3],), {}, "3 tokens do not give cp=3 equal slices of at least 2"),
-    "lengths that differ": ((TOKENS, TOKENS[:, :6]), {}, r"sizes there are \[6, 12\]"),
-    "no sequences": ((torch.tensor([1, 2]),), {}, r"sizes there are \[\]"),
-    "masked tokens": ({"input_ids": TOKENS, "attention_mask": TOKENS % 7}, {}, "masks tokens by attention_mask"),
+    "slices of one token": ((TOKENS[:, :3],), {}, ("plan.cp-sequence-not-divisible", 3, "cp=3")),
+    "lengths that differ": ((TOKENS, TOKENS[:, :6]), {}, ("data.cp-unequal-lengths", "[6, 12]")),
+    "no sequences": ((torch.tensor([1, 2]),), {}, ("data.cp-unequal-lengths", "[]")),
+    "masked tokens": (
+        {"input_ids": TOKENS, "attention_mask": TOKENS % 7},
+        {},
+        ("support.cp-attention-mask", "attention_mask"),
+    ),
     "a loss that shifts": (
         (TOKENS,),
         {"count": lambda batch: batch[0][:, 1:].numel()},
-        "the loss counts more on whole",
+        ("support.cp-loss-whole-sequences",),
     ),
-    "a loss of the model without labels": ((TOKENS,), {"by_row": False}, "from no labels"),
+    "a loss of the model without labels": ((TOKENS,), {"by_row": False}, ("support.cp-loss-without-labels",)),
     "a loss of the model from labels by row": (
         {"input_ids": TOKENS, "labels": torch.tensor([1, 0])},
         {"by_row": False},
-        "from no labels by token",
+        ("support.cp-loss-without-labels",),
     ),
     "labels by row": (
         {"input_ids": TOKENS, "labels": torch.tensor([1, 0])},
         {"count": sw.losses.count_labels},
-        "give a target for each token",
+        ("support.cp-loss-whole-sequences",),
     ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_cut_rightly_is_refused(case):
-    batch, changes, words = REFUSED[case]
+    batch, changes, refusal = REFUSED[case]
     loss = sw.Loss(**{"sum": lambda *_: 0, "count": lambda _: 0, **changes})
-    with pytest.raises(InputError, match=words):
+    with refuses(*refusal):
         slices(batch, loss)
 
 
 def test_a_metric_over_whole_sequences_is_refused():
     metric = sw.Metric(sum=lambda *_: 0, count=lambda batch: len(batch[0]))
-    with pytest.raises(JobError, match="metric exact counts more"):
+    with refuses("support.cp-metric-whole-sequences", "exact"):
         slices((TOKENS, TOKENS), sw.losses.token_cross_entropy, metrics={"exact": metric})
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "refusal"),
     [
-        ({"loss": sw.losses.cross_entropy}, "the job's loss counts samples, not tokens"),
-        ({"metrics": {"hits": sw.Metric(sum=lambda *_: 0)}}, "the job's hits counts samples"),
-        ({"masks": "keyed"}, "keyed masks know no slices"),
+        ({"loss": sw.losses.cross_entropy}, ("support.cp-loss-by-sample", "the job's loss")),
+        ({"metrics": {"hits": sw.Metric(sum=lambda *_: 0)}}, ("support.cp-loss-by-sample", "hits")),
+        ({"masks": "keyed"}, ("support.cp-keyed-masks",)),
     ],
 )
-def test_a_job_that_is_not_by_token_is_refused(changes, words):
-    with pytest.raises(InputError, match=words):
+def test_a_job_that_is_not_by_token_is_refused(changes, refusal):
+    with refuses(*refusal):
         check_token_loss(sentences_job(**changes))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.errors import HardwareError
+from refusals import refuses
 from shardwise.hardware.calibration import (
     AttentionPoint,
     CollectivePoints,
@@ -129,13 +129,13 @@ def test_it_is_kept_in_the_users_cache(monkeypatch, tmp_path):
 @pytest.mark.parametrize("text", ["", "{}", '{"version": 1}', "\x00"])
 def test_damaged_file_is_refused_by_name(tmp_path, text):
     calibration_path(NODE.device, tmp_path).write_text(text)
-    with pytest.raises(HardwareError, match=r"h200\.json cannot be read .* remove it"):
+    with refuses("hardware.calibration-read-failed", "h200.json"):
         read_calibration(NODE.device, tmp_path)
 
 
 def test_file_of_another_version_is_refused(tmp_path):
     write_calibration(replace(LISTED, version=99), tmp_path)
-    with pytest.raises(HardwareError, match="version 99"):
+    with refuses("hardware.calibration-version", 99):
         read_calibration(NODE.device, tmp_path)
 
 

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("mlx.core")
 
 import shardwise as sw
-from shardwise.errors import JobError
+from refusals import refuses
 from shardwise.job.engine import engine_of, is_mlx
 from shardwise.parallel.blueprint import structure
 from shardwise.plan import with_engine_of
@@ -78,7 +78,7 @@ def test_only_modules_of_mlx_are_modules_of_mlx():
 
 
 def test_engine_torch_refuses_a_module_of_mlx_and_says_what_trains_it():
-    with pytest.raises(JobError, match="made a module of MLX, which engine torch does not train: --set engine=mlx"):
+    with refuses("model.mlx-module", "--set engine=mlx"):
         structure(mlx_model, 0)
 
 

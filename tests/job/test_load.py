@@ -1,6 +1,6 @@
 import pytest
 
-from shardwise.errors import JobError
+from refusals import refuses
 from shardwise.job import load_job, refer
 
 GOOD = """
@@ -27,37 +27,37 @@ def test_job_file_sees_its_siblings_and_overrides(job_file):
 def test_file_changed_between_launch_and_load_is_refused(job_file):
     reference = refer(str(job_file), {})
     job_file.write_text(GOOD + "\n# changed")
-    with pytest.raises(JobError, match="changed since"):
+    with refuses("job.file-changed", "my-job.py"):
         load_job(reference)
 
 
 def test_missing_attribute_names_the_nearest_job(job_file):
-    with pytest.raises(JobError, match="did you mean 'job'"):
+    with refuses("job.attribute-missing", "'job'"):
         load_job(refer(f"{job_file}:jobb", {}))
 
 
 def test_attribute_that_is_no_job_is_refused(job_file):
-    with pytest.raises(JobError, match="other is a int, not a Job"):
+    with refuses("job.not-a-job", "other", "int"):
         load_job(refer(f"{job_file}:other", {}))
 
 
 @pytest.mark.parametrize(
-    ("text", "word"),
+    ("text", "refusal"),
     [
-        ("x = 1\ny = 1 / 0", "ZeroDivisionError at line 2"),
-        ("def f(:", "SyntaxError at line 1"),
-        ("import no_such_thing", "ModuleNotFoundError at line 1"),
-        ("", "write job = sw.Job"),
-        ("import shardwise as sw\nsw.Job(batchsize=3)", "did you mean 'batch_size'"),
+        ("x = 1\ny = 1 / 0", ("job.file-raised", "ZeroDivisionError", 2)),
+        ("def f(:", ("job.file-raised", "SyntaxError", 1)),
+        ("import no_such_thing", ("job.file-raised", "ModuleNotFoundError", 1)),
+        ("", ("job.attribute-missing", "job = sw.Job")),
+        ("import shardwise as sw\nsw.Job(batchsize=3)", ("job.file-raised", "'batch_size'")),
     ],
 )
-def test_file_that_does_not_import_says_where(tmp_path, text, word):
+def test_file_that_does_not_import_says_where(tmp_path, text, refusal):
     path = tmp_path / "broken.py"
     path.write_text(text)
-    with pytest.raises(JobError, match=word):
+    with refuses(*refusal):
         load_job(refer(str(path), {}))
 
 
 def test_missing_file_is_refused():
-    with pytest.raises(JobError, match=r"nowhere\.py is not there"):
+    with refuses("job.file-not-found", "nowhere.py"):
         refer("nowhere.py", {})

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import JobError
+from refusals import refuses
 
 LABELS = torch.tensor([[5, 1, 2, 3], [6, 4, -100, -100]])
 
@@ -40,7 +40,7 @@ def test_one_label_per_row_is_a_class(logits):
 
 
 def test_output_without_logits_is_refused():
-    with pytest.raises(JobError, match=r"without logits.*AutoModelForCausalLM"):
+    with refuses("loss.model-without-logits", "AutoModelForCausalLM"):
         sw.losses.labels.sum(SimpleNamespace(last_hidden_state=LABELS, logits=None), {"labels": LABELS})
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from shardwise.errors import LayoutError
+from refusals import refuses
 from shardwise.layout import AXES, Layout, parse_layout
 
 
@@ -37,16 +37,22 @@ def test_layout_text_round_trips(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "word"),
-    [("tp", "axis and degree"), ("tp2.tp2", "twice"), ("ep2", "reserved"), ("shrad2", "shard"), ("tp0", "at least 1")],
+    ("text", "refusal"),
+    [
+        ("tp", ("layout.syntax", "'tp'")),
+        ("tp2.tp2", ("layout.axis-repeated", "axis tp")),
+        ("ep2", ("layout.axis-reserved", "ep")),
+        ("shrad2", ("layout.unknown-axis", "'shard'")),
+        ("tp0", ("layout.degree-invalid", "tp", 0)),
+    ],
 )
-def test_malformed_layouts_are_refused_with_the_fix(text, word):
-    with pytest.raises(LayoutError, match=word):
+def test_malformed_layouts_are_refused_with_the_fix(text, refusal):
+    with refuses(*refusal):
         parse_layout(text)
 
 
 def test_rank_outside_the_layout_is_refused():
-    with pytest.raises(LayoutError, match="0 to 3"):
+    with refuses("layout.rank-out-of-range", "0 to 3"):
         Layout(shard=4).coordinate(4)
 
 

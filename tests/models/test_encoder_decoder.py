@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 
+from refusals import refuses
 from shardwise import models
-from shardwise.errors import JobError, MissingExtraError
 
 
 @pytest.mark.parametrize(
@@ -54,19 +54,19 @@ def test_overrides_replace_single_fields():
 
 
 @pytest.mark.parametrize(
-    ("build", "name", "overrides", "words"),
+    ("build", "name", "overrides", "refusal"),
     [
-        (models.t5, "t5-smal", {}, "'t5-small'"),
-        (models.byt5, "byt5_base", {}, "'byt5-base'"),
-        (models.t5, "t5-tiny", {"num_layer": 1}, "'num_layers'"),
+        (models.t5, "t5-smal", {}, ("model.unknown-name", "'t5-small'")),
+        (models.byt5, "byt5_base", {}, ("model.unknown-name", "'byt5-base'")),
+        (models.t5, "t5-tiny", {"num_layer": 1}, ("model.unknown-setting", "'num_layers'")),
     ],
 )
-def test_unknown_size_or_field_names_the_nearest(build, name, overrides, words):
-    with pytest.raises(JobError, match=words):
+def test_unknown_size_or_field_names_the_nearest(build, name, overrides, refusal):
+    with refuses(*refusal):
         build(name, **overrides)
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)  # what Python leaves for a module that is not there
-    with pytest.raises(MissingExtraError, match=r"models\.t5 needs .* pip install 'shardwise\[hf\]'"):
+    with refuses("extra.hf-missing", "models.t5", "pip install 'shardwise[hf]'"):
         models.t5("t5-tiny")

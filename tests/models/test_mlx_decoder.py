@@ -14,8 +14,8 @@ from models.in_both import (
     train_in_mlx,
     train_in_torch,
 )
+from refusals import refuses
 from shardwise import datasets, models
-from shardwise.errors import JobError
 
 mx = pytest.importorskip("mlx.core", reason="MLX is not installed: pip install 'shardwise[mlx]'")
 from mlx.utils import tree_flatten  # noqa: E402
@@ -107,10 +107,10 @@ def test_a_bf16_decoder_gives_bf16_logits_near_those_of_fp32():
 
 
 def test_a_sequence_beyond_the_context_is_refused():
-    with pytest.raises(JobError, match="129 tokens, the decoder's context is 128"):
+    with refuses("model.context-exceeded", 129, 128):
         models.mlx.decoder("gpt2-tiny")(mx.zeros((1, 129), mx.int32))
 
 
 def test_an_unknown_size_is_refused_with_the_nearest():
-    with pytest.raises(JobError, match="'gpt2'"):
+    with refuses("model.unknown-name", "'gpt2'"):
         models.mlx.decoder("gpt-2")

@@ -16,8 +16,8 @@ from models.in_both import (
     train_in_mlx,
     train_in_torch,
 )
+from refusals import refuses
 from shardwise import datasets, models
-from shardwise.errors import JobError
 
 mx = pytest.importorskip("mlx.core", reason="MLX is not installed: pip install 'shardwise[mlx]'")
 from mlx.utils import tree_flatten  # noqa: E402
@@ -105,7 +105,10 @@ def test_a_fresh_network_is_spread_as_in_torch_and_its_blocks_are_the_identity()
     assert mx.array_equal(model.stages[0][1](x), x).item()
 
 
-@pytest.mark.parametrize(("options", "words"), [({"norm": "layer"}, "no norm 'layer'"), ({"stem": "big"}, "no stem")])
-def test_an_unknown_word_is_refused(options, words):
-    with pytest.raises(JobError, match=words):
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [({"norm": "layer"}, ("model.unknown-norm", "'layer'")), ({"stem": "big"}, ("model.unknown-stem", "'big'"))],
+)
+def test_an_unknown_word_is_refused(options, refusal):
+    with refuses(*refusal):
         models.mlx.resnet18(**options)

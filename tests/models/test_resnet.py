@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
+from refusals import refuses
 from shardwise import models
-from shardwise.errors import JobError
 from shardwise.models.resnet import Residual
 
 
@@ -71,11 +71,15 @@ def test_group_norm_model_keeps_double_precision():
 
 
 @pytest.mark.parametrize(
-    ("options", "advice"),
-    [({"norm": "bach"}, "'batch'"), ({"stem": "imagnet"}, "'imagenet'"), ({"norm": "x"}, "batch, group")],
+    ("options", "refusal"),
+    [
+        ({"norm": "bach"}, ("model.unknown-norm", "'batch'")),
+        ({"stem": "imagnet"}, ("model.unknown-stem", "'imagenet'")),
+        ({"norm": "x"}, ("model.unknown-norm", "batch, group")),
+    ],
 )
-def test_unknown_norm_or_stem_names_the_nearest(options, advice):
-    with pytest.raises(JobError, match=advice):
+def test_unknown_norm_or_stem_names_the_nearest(options, refusal):
+    with refuses(*refusal):
         models.resnet18(**options)
 
 

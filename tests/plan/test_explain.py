@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from shardwise.errors import PlanError
+from refusals import refuses
 from shardwise.hardware.calibration import default_calibration
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.layout import Layout
@@ -225,7 +225,7 @@ def test_adapters_freeze_all_weights_and_need_less_memory():
 
 
 def test_adapters_of_rank_0_are_refused():
-    with pytest.raises(PlanError, match="rank 0"):
+    with refuses("job.lora-rank-invalid", 0):
         published_subject("llama-7b", parse_cluster("8xH100"), accepts=require_supported, lora=0)
 
 

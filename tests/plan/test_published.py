@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
+from refusals import refuses
 from shardwise import models
 from shardwise.bench.memory import LiveBytes
-from shardwise.errors import PlanError
 from shardwise.models.decoder import Block, Decoder, rotary_tables
 from shardwise.parallel.recompute import recompute_block
 from shardwise.parallel.tensor_rules import cut_dimension, styles_by_name
@@ -344,11 +344,11 @@ def test_every_published_model_is_described_without_torch():
 
 
 def test_unknown_model_is_refused_with_the_nearest():
-    with pytest.raises(PlanError, match="did you mean 'llama3-70b'"):
+    with refuses("model.unknown-name", "'llama3-70b'"):
         published("llama-3-70b", compute="bf16", gathered=False)
 
 
-@pytest.mark.parametrize("length", [0, 2048])
-def test_length_without_positions_is_refused(length):
-    with pytest.raises(PlanError, match=str(length)):
+@pytest.mark.parametrize(("length", "code"), [(0, "plan.sample-length-invalid"), (2048, "model.context-exceeded")])
+def test_length_without_positions_is_refused(length, code):
+    with refuses(code, length):
         published("gpt2", compute="bf16", gathered=False, length=length)

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.errors import PlanError
+from refusals import refuses
 from shardwise.plan import Device, Plan, settle
 from shardwise.plan.batch import BatchSplit, refit_batch, split_batch
 from shardwise.plan.toml import plan_to_toml
@@ -70,22 +70,22 @@ def test_micro_batch_gives_the_accumulation():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "word"),
+    ("overrides", "refusal"),
     [
-        ({"batch_size": 1}, "smaller than the 2 ranks"),
-        ({"batch_size": 13}, "12 or 14"),
-        ({"accumulation": "5"}, "10 or 20"),
-        ({"micro_batch": "3", "accumulation": "5"}, "accumulation=2"),
-        ({"micro_batch": "two"}, "whole number"),
-        ({"micro_batch": "0"}, "whole number"),
-        ({"acumulation": "2"}, "accumulation"),
-        ({"precision.compute": "fp8"}, "fp64|fp32|bf16|fp16"),
-        ({"spec": "missing.toml"}, "cannot be read"),
-        ({"layout": "tp2"}, "--plan tp2"),
+        ({"batch_size": 1}, ("plan.batch-too-small", 2)),
+        ({"batch_size": 13}, ("plan.batch-not-divisible", 12, 14)),
+        ({"accumulation": "5"}, ("plan.batch-not-divisible", 10, 20)),
+        ({"micro_batch": "3", "accumulation": "5"}, ("plan.batch-split-mismatch", "accumulation=2")),
+        ({"micro_batch": "two"}, ("plan.not-whole-number", "micro_batch")),
+        ({"micro_batch": "0"}, ("plan.not-whole-number", "micro_batch")),
+        ({"acumulation": "2"}, ("cli.set-unknown-key", "'accumulation'")),
+        ({"precision.compute": "fp8"}, ("plan.unknown-choice", "'fp8'", "bf16, fp16, fp32, fp64")),
+        ({"spec": "missing.toml"}, ("plan.read-failed", "missing.toml")),
+        ({"layout": "tp2"}, ("cli.set-layout", "--plan tp2")),
     ],
 )
-def test_impossible_plans_are_refused_with_the_nearest_possible(overrides, word):
-    with pytest.raises(PlanError, match=word):
+def test_impossible_plans_are_refused_with_the_nearest_possible(overrides, refusal):
+    with refuses(*refusal):
         settled(**overrides)
 
 
@@ -113,7 +113,7 @@ def test_plan_file_is_taken_as_it_is(tmp_path):
 def test_plan_file_for_another_world_is_refused(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(plan_to_toml(Plan.preset("ddp", 4, batch_size=12)))
-    with pytest.raises(PlanError, match="for 4 ranks, the world has 2"):
+    with refuses("plan.world-size-mismatch", 4, 2):
         settled(str(path))
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.errors import LayoutError
+from refusals import refuses
 from shardwise.hardware.calibration import CollectivePoints, default_calibration
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.hardware.machine import Cluster
@@ -64,7 +64,7 @@ def test_placing_does_not_list_ranks():
 
 
 def test_unknown_axis_is_refused():
-    with pytest.raises(LayoutError, match="no axis 'dp'"):
+    with refuses("layout.unknown-axis", "'dp'"):
         place(Layout(), ("dp",), H100)
 
 

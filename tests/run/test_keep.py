@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.errors import InputError
+from refusals import refuses
 from shardwise.run.keep import Keep, parse_keep
 
 
@@ -22,20 +22,20 @@ def test_rules_are_read(text, keep):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "refusal"),
     [
-        ("", "'', which is no rule"),
-        ("0", "'0', which is no rule"),
-        ("-1", "'-1', which is no rule"),
-        ("3,", "'', which is no rule"),
-        ("2y", "'2y', which is no rule"),
-        ("best:loss", "'best:loss', which is no rule"),
-        ("max:", "'max:', which is no rule"),
-        ("3,all", "'all', which is no rule"),
-        ("1d,2d", "says age twice"),
-        ("min:a,max:b", "says metric twice"),
+        ("", ("checkpoint.keep-rule-invalid", "''")),
+        ("0", ("checkpoint.keep-rule-invalid", "'0'")),
+        ("-1", ("checkpoint.keep-rule-invalid", "'-1'")),
+        ("3,", ("checkpoint.keep-rule-invalid", "''")),
+        ("2y", ("checkpoint.keep-rule-invalid", "'2y'")),
+        ("best:loss", ("checkpoint.keep-rule-invalid", "'best:loss'")),
+        ("max:", ("checkpoint.keep-rule-invalid", "'max:'")),
+        ("3,all", ("checkpoint.keep-rule-invalid", "'all'")),
+        ("1d,2d", ("checkpoint.keep-rule-repeated", "age")),
+        ("min:a,max:b", ("checkpoint.keep-rule-repeated", "metric")),
     ],
 )
-def test_what_is_no_rule_is_named(text, words):
-    with pytest.raises(InputError, match=words):
+def test_what_is_no_rule_is_named(text, refusal):
+    with refuses(*refusal):
         parse_keep(text)

@@ -4,7 +4,8 @@ import pickle
 import msgspec
 import pytest
 
-from shardwise.errors import InputError, JobError, nearest
+from refusals import refuses
+from shardwise.errors import JobError, nearest
 from shardwise.run import EventLog, Tail, create_run
 from shardwise.run.exitcodes import describe_exit
 from shardwise.run.failure import describe_failure, read_failure, write_failure
@@ -38,7 +39,7 @@ def test_two_runs_in_one_second_get_two_directories(tmp_path, monkeypatch):
 
 def test_run_directory_in_use_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="not empty"):
+    with refuses("run.directory-not-empty"):
         create_run(tmp_path, "job")
 
 

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import pytest
 
-from shardwise.errors import InputError
+from refusals import refuses
 from shardwise.watch.server import page_server
 from shardwise.watch.view import RunView
 from watch.synthetic import empty_run, start_event, steps_event, write
@@ -138,5 +138,5 @@ def test_kept_address_that_makes_no_sense_is_not_used(run, content):
 
 
 def test_port_that_is_taken_is_refused_in_one_sentence(server, run):
-    with pytest.raises(InputError, match=f"port {server.server_port} cannot be listened at"):
+    with refuses("watch.listen-failed", server.server_port):
         page_server(RunView(run), server.server_port)

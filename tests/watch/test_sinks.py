@@ -12,7 +12,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from shardwise.errors import InputError, MissingExtraError, ShardwiseError
+from refusals import refuses
+from shardwise.errors import ShardwiseError
 from shardwise.run import RunDirectory
 from shardwise.watch.sink_about import describe_run
 from shardwise.watch.sink_feed import Feed
@@ -74,22 +75,22 @@ def told(run, known=None):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "refusal"),
     [
-        ("tensorbord:logs", r"no sink 'tensorbord'.*did you mean 'tensorboard'"),
-        ("wandb", r"names no PROJECT: write wandb:PROJECT"),
-        ("mlflow:", r"names no EXPERIMENT"),
+        ("tensorbord:logs", ("watch.unknown-sink", "'tensorbord'", "'tensorboard'")),
+        ("wandb", ("watch.sink-target-missing", "wandb:PROJECT")),
+        ("mlflow:", ("watch.sink-target-missing", "EXPERIMENT")),
     ],
 )
-def test_a_sink_that_cannot_be_read_is_refused(text, words):
-    with pytest.raises(InputError, match=words):
+def test_a_sink_that_cannot_be_read_is_refused(text, refusal):
+    with refuses(*refusal):
         parse_sink(text)
 
 
 def test_a_missing_extra_is_one_sentence_with_the_pip_line(monkeypatch):
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setattr(sys, "path", [])
-    with pytest.raises(MissingExtraError, match=r"pip install 'shardwise\[wandb\]'") as caught:
+    with refuses("extra.wandb-missing", "pip install 'shardwise[wandb]'") as caught:
         parse_sink("wandb:digits")
     assert caught.value.exit_code == 2
 
@@ -162,7 +163,7 @@ def test_a_second_mirror_into_the_same_place_is_refused_and_the_next_is_not(tmp_
     with hold_state(run, "wandb", "wandb:a") as state:
         state.remember({"train/loss": 3})
         with (
-            pytest.raises(InputError, match="mirrored to wandb:a by another process already"),
+            refuses("watch.already-mirrored", "wandb:a"),
             hold_state(run, "wandb", "wandb:a"),
         ):
             pass
@@ -182,7 +183,7 @@ def test_a_run_that_ended_before_its_first_step_opens_no_tracker(tmp_path):
 
 
 def test_what_is_no_run_directory_is_refused(tmp_path):
-    with pytest.raises(InputError, match="not a run directory"):
+    with refuses("run.not-a-run"):
         mirror(RunDirectory(tmp_path), SinkSpec("tensorboard", "logs"), print)
 
 
@@ -232,7 +233,7 @@ def test_tensorboard_gets_nothing_twice_and_another_run_of_that_name_gets_its_ow
 @needs["tensorboard"]
 def test_a_tracker_that_fails_is_one_sentence(tmp_path):
     (tmp_path / "logs").write_text("a file where a folder should be")
-    with pytest.raises(ShardwiseError, match=r"tensorboard:.* failed .*goes on where this ended") as caught:
+    with refuses("watch.sink-failed", "tensorboard:", kind=ShardwiseError) as caught:
         mirror(restarted_run(tmp_path / "run"), SinkSpec("tensorboard", str(tmp_path / "logs")), lambda _: None)
     assert caught.value.exit_code == 1
 

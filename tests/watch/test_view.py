@@ -11,7 +11,7 @@ import time
 import msgspec
 import pytest
 
-from shardwise.errors import InputError
+from refusals import refuses
 from shardwise.watch.increments import increment
 from shardwise.watch.view import RunView, check_run
 from watch.synthetic import GIB, attempt_event, empty_run, large_run, start_event, steps_event, write
@@ -279,12 +279,12 @@ def test_path_that_is_no_run_directory_is_refused_in_one_sentence(tmp_path):
     empty_run(tmp_path / "runs" / "a")
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
-    for name, words in (
-        ("none", "there is no run directory"),
-        ("file", "is a file"),
-        ("empty", "is not a run directory"),
-        ("runs", "the newest run in it is"),
+    for name, refusal in (
+        ("none", ("run.not-found",)),
+        ("file", ("run.not-a-run", "is a file")),
+        ("empty", ("run.not-a-run",)),
+        ("runs", ("run.not-a-run", "the newest run in it is")),
     ):
-        with pytest.raises(InputError, match=words):
+        with refuses(*refusal):
             check_run(tmp_path / name)
     check_run(tmp_path / "runs" / "a")

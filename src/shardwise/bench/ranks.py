@@ -40,7 +40,7 @@ def rank_zero(fn: Callable[..., Any], nproc: int | None, *args: Any, backend: st
     if nproc is not None:
         raise InputError(
             f"--nproc {nproc} inside a world of {me.world_size} ranks that {me.source} started",
-            code="cli.nproc-inside-world",
+            code="cli.option-inside-world",
             fix="leave --nproc out, or start shardwise by itself",
         )
     found = fn(*args)

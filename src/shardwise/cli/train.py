@@ -156,7 +156,7 @@ def _check_joining(me: Identity, nproc: int | None, sinks: tuple[SinkSpec, ...],
     if nproc is not None:
         raise LaunchError(
             f"--nproc {nproc} inside a world of {me.world_size} ranks that {me.source} started",
-            code="cli.nproc-inside-world",
+            code="cli.option-inside-world",
             fix="leave --nproc out, or start shardwise by itself",
         )
 

@@ -4,10 +4,8 @@ import os
 import subprocess
 import sys
 
-import pytest
-
+from refusals import refuses
 from shardwise.engines.mlx import installed
-from shardwise.errors import InputError
 
 
 def test_older_ones_are_refused_by_number(monkeypatch):
@@ -15,7 +13,7 @@ def test_older_ones_are_refused_by_number(monkeypatch):
         monkeypatch.setattr(installed, "version", lambda _, found=enough: found)
         installed.require_mlx()
     monkeypatch.setattr(installed, "version", lambda _: "0.32.3")
-    with pytest.raises(InputError, match=r"needs MLX 0\.32\.4 or newer, 0\.32\.3 is installed"):
+    with refuses("engine.mlx-too-old", "0.32.4", "0.32.3"):
         installed.require_mlx()
 
 

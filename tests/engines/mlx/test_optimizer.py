@@ -6,9 +6,9 @@ from mlx import nn, optimizers
 
 import shardwise as sw
 from engines.mlx.jobs import Net
+from refusals import refuses
 from shardwise.engines.mlx.form import form_of
 from shardwise.engines.mlx.optimizer import make_groups, read_states, write_states
-from shardwise.errors import JobError
 from shardwise.record.fingerprint import settings_print
 
 
@@ -39,7 +39,7 @@ def test_states_of_other_shapes_than_their_parameter_go_out_and_in():
     [lambda _: optimizers.Adafactor(), lambda _: optimizers.Adafactor(1e-2)],  # the second does not use its number
 )
 def test_an_optimizer_that_chooses_its_own_rates_is_refused(factory):
-    with pytest.raises(JobError, match="Adafactor brings a schedule of its own") as found:
+    with refuses("optimizer.own-schedule", "Adafactor") as found:
         made(factory, Net())
     assert "relative_step=False" in str(found.value)
 

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("mlx.core")
 
+from refusals import refuses
 from shardwise.engines.mlx.ring import Endpoint, join_group, parse_hosts
-from shardwise.errors import WorldError
 from shardwise.testing import run_ranks
 
 
@@ -51,7 +51,7 @@ def test_hosts_that_the_user_wrote_down_are_taken(tmp_path, monkeypatch):
 
 def test_a_host_that_is_elsewhere_is_refused_by_rank_and_address(tmp_path, monkeypatch):
     hosts_file(tmp_path, monkeypatch, [["127.0.0.1:25101"], ["192.0.2.7:25102"]])
-    with pytest.raises(WorldError, match=r"rank 1 on \S+ cannot listen at 192\.0\.2\.7:25102"):
+    with refuses("world.mlx-listen-failed", "rank 1", "192.0.2.7:25102"):
         run_ranks(join_group, 2, timeout_s=20)
 
 
@@ -59,36 +59,36 @@ def test_a_port_that_somebody_listens_on_is_refused(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         hosts_file(tmp_path, monkeypatch, [[f"127.0.0.1:{port}"], ["127.0.0.1:25102"]])
-        with pytest.raises(WorldError, match=f"rank 0 on .* cannot listen at 127.0.0.1:{port}.*in use"):
+        with refuses("world.mlx-listen-failed", "rank 0", f"127.0.0.1:{port}", "in use"):
             run_ranks(join_group, 2, timeout_s=20)
 
 
 def test_a_rank_that_is_another_one_for_mlx_is_refused(monkeypatch):
     monkeypatch.setenv("MLX_RANK", "0")
-    with pytest.raises(WorldError, match="MLX_RANK=0 on rank 1: unset MLX_RANK"):
+    with refuses("env.mlx-rank-mismatch", "MLX_RANK=0", 1, "unset MLX_RANK"):
         run_ranks(join_group, 2, timeout_s=20)
 
 
 def test_a_file_of_hosts_that_is_not_there_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "none.json"))
-    with pytest.raises(WorldError, match=r"none\.json cannot be read on rank 0: No such file"):
+    with refuses("env.mlx-hostfile-read-failed", "none.json", 0):
         run_ranks(join_group, 2, timeout_s=20)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "refusal"),
     [
-        ("{", "no JSON list"),
-        ('{"hosts": []}', "no JSON list"),
-        ('[["10.0.0.1:5000"]]', "1 hosts for 2 ranks"),
-        ('[["10.0.0.1"], ["10.0.0.2:5000"]]', "'10.0.0.1', which is no address and port"),
-        ('[["10.0.0.1:99999"], ["10.0.0.2:5000"]]', "no address and port"),
-        ('[["10.0.0.1:5000", "10.0.0.1:5001"], ["10.0.0.2:5000"]]', "different numbers"),
-        ("[[], []]", "different numbers"),
+        ("{", ("env.mlx-hostfile-syntax",)),
+        ('{"hosts": []}', ("env.mlx-hostfile-syntax",)),
+        ('[["10.0.0.1:5000"]]', ("env.mlx-hostfile-size", 1, 2)),
+        ('[["10.0.0.1"], ["10.0.0.2:5000"]]', ("env.mlx-hostfile-address", "'10.0.0.1'")),
+        ('[["10.0.0.1:99999"], ["10.0.0.2:5000"]]', ("env.mlx-hostfile-address",)),
+        ('[["10.0.0.1:5000", "10.0.0.1:5001"], ["10.0.0.2:5000"]]', ("env.mlx-hostfile-unequal",)),
+        ("[[], []]", ("env.mlx-hostfile-unequal",)),
     ],
 )
-def test_hosts_that_mlx_could_not_use_are_refused(text, words):
-    with pytest.raises(WorldError, match=words):
+def test_hosts_that_mlx_could_not_use_are_refused(text, refusal):
+    with refuses(*refusal):
         parse_hosts(text, 2)
 
 

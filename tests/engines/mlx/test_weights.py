@@ -7,10 +7,10 @@ from mlx import nn
 
 import shardwise as sw
 from engines.mlx.jobs import KINDS, make_job, make_plan, run
+from refusals import refuses
 from shardwise.checkpoint.convert import convert
 from shardwise.engines.mlx.form import form_of
 from shardwise.engines.mlx.weights import read_weights
-from shardwise.errors import JobError
 from shardwise.train.build import build_step
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
@@ -37,7 +37,7 @@ def test_what_mlx_saved_is_loaded_as_it_stands(tmp_path):
 def test_a_file_of_mlx_with_other_shapes_is_refused_in_mlxs_own_shapes(tmp_path):
     mx.save_safetensors(str(tmp_path / "w.safetensors"), {"weight": mx.ones((3, 4, 2)), "bias": mx.ones(3)})
     model = nn.Conv1d(4, 3, 2)
-    with pytest.raises(JobError, match=r"weight is \[3, 4, 2\], the model's \[3, 2, 4\]"):
+    with refuses("model.weights-shape-mismatch", "[3, 4, 2]", "[3, 2, 4]"):
         read_weights(tmp_path / "w.safetensors", model, form_of(model))
 
 
