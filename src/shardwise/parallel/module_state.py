@@ -25,6 +25,27 @@ def plain_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield from _leaves(f"{path}.{key}" if path else key, value, _DEPTH)
 
 
+def attribute_values(part: nn.Module, seen: set[int]) -> Iterator[tuple[str, list[Any]]]:
+    """Yield (attribute, values in it) of one module and its buffers; containers and plain objects are opened.
+
+    Each plain object is opened once: `seen` are the ids of those that were.
+    """
+    for key, value in {**vars(part), **part._buffers}.items():  # noqa: SLF001 - without the children's
+        if key not in _REGISTERED and not key.endswith(("_hooks", "_hooks_with_kwargs")):
+            leaves = [leaf for _, leaf in _leaves(key, value, _DEPTH)]
+            opened: list[Any] = []
+            for leaf in leaves:
+                if _is_plain_object(leaf) and id(leaf) not in seen:
+                    seen.add(id(leaf))
+                    opened += [inner for _, inner in _leaves(key, vars(leaf), _DEPTH)]
+            yield key, leaves + opened
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether it is an instance of a class in Python that may carry values: neither tensor, class nor function."""
+    return hasattr(value, "__dict__") and not isinstance(value, Tensor | type) and not callable(value)
+
+
 def second_references(
     module: nn.Module, originals: Mapping[int, nn.Parameter] | None = None
 ) -> Iterator[tuple[str, str]]:

@@ -66,6 +66,10 @@ class Gate:
         """End a forward."""
         self.is_open, self.received, self._nothing = False, None, None
 
+    def name_of(self, number: int) -> str:
+        """Return the name of a layer; the list of layers may be the model itself."""
+        return f"{self.layers}.{number}" if self.layers else str(number)
+
     @property
     def has_skipped_all(self) -> bool:
         """Whether every layer before this stage's own was called, as the first to run must be."""
@@ -75,7 +79,7 @@ class Gate:
         """Stand for a layer of another stage: return what the last of them did, for those before it NaN."""
         if number in self._seen or number >= self.own.stop:
             raise JobError(
-                f"layer {self.layers}.{number} runs twice or out of order in one forward",
+                f"layer {self.name_of(number)} runs twice or out of order in one forward",
                 code="support.pipeline-layer-order",
                 fix="pipelines need every layer once, in the order of the list; use pp = 1",
             )
@@ -105,7 +109,7 @@ class Gate:
         """Refuse a boundary inside an autograd function: activations would pass it, and gradients would not."""
         if self._has_grad and not torch.is_grad_enabled() and _is_inside_function():
             raise JobError(
-                f"layer {self.layers}.{number} runs inside an autograd function, as reentrant activation checkpointing"
+                f"layer {self.name_of(number)} runs inside an autograd function, as reentrant activation checkpointing"
                 " runs it, and no gradient would cross the pipeline stage's boundary there",
                 code="support.pipeline-reentrant-checkpoint",
                 fix="use checkpoint(..., use_reentrant=False), leave recompute to the plan, or use pp = 1",

@@ -14,6 +14,7 @@ from shardwise.errors import JobError, nearest
 from shardwise.parallel.parcel import Structure, pack, receive
 from shardwise.parallel.stage_gate import Gate, Left, guard_walks, stand_in
 from shardwise.parallel.stage_ties import Ties, find_ties
+from shardwise.parallel.stage_values import StageValues
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -138,9 +139,13 @@ def _make_stage(
 ) -> Stage:
     gate = Gate(layers, cut.layers(index))
     children = module.get_submodule(layers)._modules  # noqa: SLF001
+    absent: list[tuple[str, nn.Module]] = []
     for number, (key, layer) in enumerate(children.items()):
         if number not in cut.layers(index) and layer is not None:
-            children[key] = _stub(layer, gate, number, fake)
+            path = f"{layers}.{key}" if layers else key
+            children[key] = stub = _stub(layer, gate, number, fake)
+            # The layer itself as well: another one may refer to it by an attribute of its own.
+            absent += [(path, stub), *layer.named_modules(prefix=path)]
     paths: dict[nn.Module, list[str]] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         paths.setdefault(part, []).append(path)
@@ -157,7 +162,23 @@ def _make_stage(
             part.__dict__["forward"] = stand_in
     guard_walks(module, gate, [name for name, owner in owners.items() if owner != index])
     foreign = frozenset(name for name, _ in module.named_buffers() if owners.get(name, index) != index)
-    return Stage(module, gate, index=index, num_stages=cut.num_stages, foreign_buffers=foreign, ties=ties)
+    values = _stage_values(module, layers, cut.layers(index), absent, is_last=index == cut.num_stages - 1)
+    return Stage(module, gate, values, index=index, num_stages=cut.num_stages, foreign_buffers=foreign, ties=ties)
+
+
+def _stage_values(
+    module: nn.Module, layers: str, own: range, absent: list[tuple[str, nn.Module]], *, is_last: bool
+) -> StageValues:
+    """Return what watches the values that this stage's layers leave on modules."""
+    keys = list(module.get_submodule(layers)._modules)  # noqa: SLF001
+    prefixes = tuple(f"{layers}.{keys[number]}." if layers else f"{keys[number]}." for number in own)
+    skipped = {part for _, part in absent}
+    inside: dict[str, nn.Module] = {}
+    outside: dict[str, nn.Module] = {}
+    for path, part in nn.Module.named_modules(module):
+        if part not in skipped:
+            (inside if f"{path}.".startswith(prefixes) else outside)[path] = part
+    return StageValues(inside, absent, outside, is_last=is_last)
 
 
 def _is_away(paths: Sequence[str], key: str, owners: Mapping[str, int], index: int) -> bool:
@@ -197,7 +218,15 @@ class Stage(nn.Module):
     """The same of what was sent last."""
 
     def __init__(
-        self, module: nn.Module, gate: Gate, *, index: int, num_stages: int, foreign_buffers: frozenset[str], ties: Ties
+        self,
+        module: nn.Module,
+        gate: Gate,
+        values: StageValues,
+        *,
+        index: int,
+        num_stages: int,
+        foreign_buffers: frozenset[str],
+        ties: Ties,
     ) -> None:
         """`foreign_buffers` are those whose values count on another stage only; `ties` are those of the whole model."""
         self.__dict__["_user_module"] = module  # not as a child: its own children are shared instead
@@ -206,6 +235,8 @@ class Stage(nn.Module):
         self.training = training
         self.__dict__ |= {name: module.__dict__[name] for name in ("_modules", "_parameters", "_buffers")}
         self._gate = gate
+        self.values: StageValues | None = values
+        """Watches what layers leave on modules, until the first step is done; then None."""
         self.index = index
         self.num_stages = num_stages
         self.foreign_buffers = foreign_buffers
@@ -249,20 +280,29 @@ class Stage(nn.Module):
 
     def connect(self) -> None:
         """Have forward end after this stage's last layer; called once, after all transforms of the layers."""
+        layers: Any = self.user_module.get_submodule(self._gate.layers)  # which may be the model itself
+        first, last = layers[self._gate.own[0]], layers[self._gate.own[-1]]
+        if self.values is not None:
+            self.values.connect(first, last)  # before the gate's hook, which leaves
         if not self.is_last:
-            layers: Any = self.get_submodule(self._gate.layers)
-            layers[self._gate.own[-1]].register_forward_hook(self._gate.leave)
+            last.register_forward_hook(self._gate.leave)
 
     def forward(self, *received: Tensor) -> Any:
         """Run this stage on one micro-batch."""
         self._gate.open(receive(received), self.incoming)
+        if self.values is not None:
+            self.values.begin()
         try:
             result = self.program(self.user_module)
             self._check_end()
         except Left as left:
             self._check_start()
-            tensors, self.outgoing = pack(left.output, f"{self._gate.layers}.{self._gate.own[-1]}")
+            tensors, self.outgoing = pack(left.output, self._gate.name_of(self._gate.own[-1]))
             return tensors
+        except AttributeError as error:
+            if self.values is not None:
+                self.values.explain(error)
+            raise
         except RuntimeError as error:
             if "more than one element of the written-to tensor" not in str(error):
                 raise
@@ -273,6 +313,8 @@ class Stage(nn.Module):
             ) from error
         finally:
             self._gate.close()
+            if self.values is not None:
+                self.values.end()
         return result
 
     def refuse_nan(self, given: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
@@ -293,7 +335,7 @@ class Stage(nn.Module):
     def _check_start(self) -> None:
         if not self._gate.has_skipped_all:
             raise JobError(
-                f"layer {self._gate.layers}.{self._gate.own[-1]} ran before all layers in front of it",
+                f"layer {self._gate.name_of(self._gate.own[-1])} ran before all layers in front of it",
                 code="support.pipeline-layer-order",
                 fix="pipelines need every layer once, in the order of the list; use pp = 1",
             )
@@ -301,7 +343,7 @@ class Stage(nn.Module):
     def _check_end(self) -> None:
         if not self.is_last:
             raise JobError(
-                f"the forward pass ended without layer {self._gate.layers}.{self._gate.own[-1]}",
+                f"the forward pass ended without layer {self._gate.name_of(self._gate.own[-1])}",
                 code="support.pipeline-layer-skipped",
                 fix="pipelines need every layer in every forward; use pp = 1",
             )

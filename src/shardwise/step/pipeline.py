@@ -14,6 +14,7 @@ from shardwise.errors import JobError, ShardwiseError, some_of
 from shardwise.parallel.apply import parameters_of
 from shardwise.parallel.batch_norm import foreign_batch_norms
 from shardwise.parallel.stage_ties import TieSync, tied_copies
+from shardwise.parallel.stage_values import refuse_exchanged
 from shardwise.step.loss_check import LossCheck
 from shardwise.step.optimizer_step import OptimizerStep, measured
 from shardwise.step.relay import Relay
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from shardwise.job.loss import Metric
     from shardwise.parallel.place import Place
     from shardwise.parallel.stage_plan import StageCut
+    from shardwise.parallel.stage_values import Exchanged
     from shardwise.parallel.stages import Stage
     from shardwise.plan import Plan
     from shardwise.step.pipeline_schedule import Schedule
@@ -90,7 +92,7 @@ class PipelineStep(OptimizerStep):
             self._after_first_backward(self._sums)
             self._after_first_backward = None
         if self._remarks is not None:
-            self._share_remarks(self._remarks)
+            self._share_first(self._remarks)
             self._remarks = None
         self._sync.finish()
         self._ties.finish()
@@ -188,11 +190,21 @@ class PipelineStep(OptimizerStep):
         self._sums.append(loss.detach())
         return loss
 
-    def _share_remarks(self, remarks: list[str]) -> None:
-        """Communicate over the pp group: every stage, that of rank 0 included, notes what the last one remarked."""
+    def _share_first(self, remarks: list[str]) -> None:
+        """Share what stages found in the first step; communicates over the pp group.
+
+        Every stage, that of rank 0 included, notes what the last one remarked, and refuses a value that one stage set
+        on a module and another read.
+        """
+        exchanged: list[Exchanged] = []
+        for stage in self._stages:
+            if stage.values is not None:
+                exchanged.append(stage.values.stop())
+                stage.values = None
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, remarks, group=self._group)
-        for remark in dict.fromkeys(each for found in everyone for each in found):
+        dist.all_gather_object(everyone, (remarks, exchanged), group=self._group)
+        refuse_exchanged([each for _, found in everyone for each in found])
+        for remark in dict.fromkeys(each for found, _ in everyone for each in found):
             self._note(remark)
 
     def _forward(self, module: nn.Module, micro_batch: MicroBatch) -> tuple[Any, Any]:
