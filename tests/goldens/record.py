@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from goldens import draws, gallery, mlx_gallery
+from goldens import draws, gallery, mlx_gallery, outputs, plans, surface
 from goldens.store import rounded, save
 
 
@@ -31,6 +31,23 @@ def record_draws(folder):
     save("parameter_names", draws.parameter_names())
 
 
+def record_outputs(_):
+    """Run every command that has --json; plan what is planned."""
+    save("plan_outputs", {name: outputs.plan_output(arguments) for name, arguments in outputs.PLANS.items()})
+    commands = {**outputs.QUICK, **outputs.WHOLE}
+    save("schemas", {name: outputs.schema(outputs.output_of(name, parts)[1]) for name, parts in commands.items()})
+
+
+def record_surface(_):
+    """List the command line and the public names. Recorded once: what is renamed later stands in CHANGELOG.md."""
+    save("surface", {"command line": surface.command_line(), "python": surface.public_names()})
+
+
+def record_plans(_):
+    """Write plan files of version 1. Recorded once: they must stay readable."""
+    plans.write_all()
+
+
 def _trainings(results):
     """Round losses to 15 digits and checksums of weights to 12."""
     return {
@@ -43,7 +60,14 @@ def _trainings(results):
     }
 
 
-RECORDERS = {"gallery": record_gallery, "mlx": record_mlx, "draws": record_draws}
+RECORDERS = {
+    "gallery": record_gallery,
+    "mlx": record_mlx,
+    "draws": record_draws,
+    "outputs": record_outputs,
+    "surface": record_surface,
+    "plans": record_plans,
+}
 
 
 def main():
