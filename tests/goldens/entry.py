@@ -47,10 +47,17 @@ def run_directory(path):
 
 
 def run_status(path):
-    """Return what `shardwise watch` reads from a run directory, as JSON values."""
+    """Return what `shardwise watch` reads from a run directory: numbers and names, none of its sentences."""
     view = RunView(RunDirectory(Path(path)))
     view.refresh_whole()
-    return msgspec.to_builtins(view.status())
+    status = msgspec.to_builtins(view.status())
+    names = ("job", "state", "began_at", "now", "step", "num_steps", "loss", "samples_per_s", "lr", "parameters")
+    of_rank = ("rank", "host", "device", "pid", "phase", "since", "step", "memory_bytes", "state")
+    return {
+        **{name: status[name] for name in (*names, "restarts", "memory_bytes")},
+        "checkpoints": [[each["step"], each["at"], each["num_bytes"]] for each in status["checkpoints"]],
+        "ranks": [{name: each[name] for name in of_rank} for each in status["ranks"]],
+    }
 
 
 def global_loss(report, world):

@@ -60,14 +60,15 @@ def output_of(name, arguments):
 def plan_output(arguments):
     """Plan, and return exit code and answer; sentences are left out, since only numbers and names are promised."""
     code, answer = output_of("plan", ("plan", *arguments))
-    return {"exit code": code, "answer": _without_sentences(answer)}
+    return {"exit code": code, "answer": without_sentences(answer)}
 
 
-def _without_sentences(value):
+def without_sentences(value):
+    """Return a JSON value with every text that has a space replaced: its wording may change."""
     if isinstance(value, dict):
-        return {key: _without_sentences(part) for key, part in value.items()}
+        return {key: without_sentences(part) for key, part in value.items()}
     if isinstance(value, list):
-        return [_without_sentences(part) for part in value]
+        return [without_sentences(part) for part in value]
     return "(text)" if isinstance(value, str) and " " in value else value
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from goldens import draws, gallery, mlx_gallery, outputs, plans, surface
+from goldens import checkpoints, draws, gallery, mlx_gallery, outputs, plans, runs, surface
 from goldens.store import rounded, save
 
 
@@ -48,6 +48,22 @@ def record_plans(_):
     plans.write_all()
 
 
+def record_checkpoints(folder):
+    """Write checkpoints of version 1. Recorded once: they must stay readable."""
+    whole = checkpoints.write_all(folder)
+    save("resumed", {"losses": rounded(whole["losses"], 15), "weights": rounded(whole["weights"], 12)})
+
+
+def record_runs(folder):
+    """Write run directories of version 1. Recorded once: they must stay readable."""
+    runs.write_all(folder)
+
+
+def record_readings(folder):
+    """Read the recorded run directories."""
+    save("run_readings", runs.readings(folder))
+
+
 def _trainings(results):
     """Round losses to 15 digits and checksums of weights to 12."""
     return {
@@ -67,6 +83,9 @@ RECORDERS = {
     "outputs": record_outputs,
     "surface": record_surface,
     "plans": record_plans,
+    "checkpoints": record_checkpoints,
+    "runs": record_runs,
+    "readings": record_readings,
 }
 
 
