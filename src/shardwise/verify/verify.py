@@ -272,8 +272,7 @@ def _twin(bench: Bench, plan: Plan, precision: Exact) -> Variant:
 
 def _judge_by_band(bench: Bench, name: str, plan: Plan, changes: dict[str, float]) -> PlanVerdict:
     """Compare losses by a band, and gradients and updates by the rounding that one process shows."""
-    # PowerSGD sends plain gradients for its first ten steps, and proves nothing in those.
-    steps = max(bench.preparation.steps, 14) if plan.communication.compression == "powersgd" else None
+    steps = _band_steps(plan, bench.preparation.steps)
     twin = _twin(bench, plan, "fp32")
     expected = bench.one("fp32", twin, steps=steps)
     record = bench.run(plan, steps=steps)
@@ -299,6 +298,15 @@ def _judge_by_band(bench: Bench, name: str, plan: Plan, changes: dict[str, float
         first=first,
         findings=tuple(findings),
     )
+
+
+def _band_steps(plan: Plan, steps: int) -> int:
+    """Return how many steps show whether the losses of a plan are in their band."""
+    if plan.communication.compression == "powersgd":
+        return max(steps, 14)  # it sends plain gradients for its first ten steps, and proves nothing in those
+    if plan.communication.sync_every > 1:
+        return min(steps, plan.communication.sync_every + 1)  # replicas are farther from one process in every round
+    return steps
 
 
 def _exact_causes(bench: Bench, name: str, plan: Plan, first: Gap, dtype: str) -> list[Finding]:
