@@ -16,7 +16,7 @@ from shardwise.verify.compare import Comparison, Limits, compare, strict_limits
 from shardwise.verify.masks import judge_masks, watch_masks
 from shardwise.verify.noise import is_comparable, may_be_noise, measure_noise
 from shardwise.verify.plans import Exact, one_process
-from shardwise.verify.pulse import StuckError, pause_limit_s, read_stuck
+from shardwise.verify.pulse import PauseLimit, StuckError, pause_limit, read_stuck
 from shardwise.verify.ranks import on_ranks
 from shardwise.verify.variants import Variant
 
@@ -85,7 +85,8 @@ class Bench:
         self._number += 1
         folder = self.folder / str(self._number)
         folder.mkdir()
-        limit_s = self.timeout_s if plain else pause_limit_s(plan, self._longest_s, self.timeout_s)
+        longest_s = self._longest_s
+        limit = PauseLimit(usual_s=self.timeout_s) if plain else pause_limit(plan, longest_s, self.timeout_s)
         try:
             traced = on_ranks(
                 lambda world: trace(
@@ -96,7 +97,7 @@ class Bench:
                     variant=variant,
                     close_up=close_up,
                     plain=plain,
-                    limit_s=limit_s,
+                    limit=limit,
                 ),
                 plan.layout.world_size,
                 timeout_s=self.timeout_s,
@@ -105,7 +106,7 @@ class Bench:
         except Exception as error:
             stuck = read_stuck(folder)
             if stuck:
-                raise StuckError.of(limit_s, stuck) from error
+                raise StuckError.of(stuck) from error
             raise
         if plain:
             self._longest_s = max(self._longest_s, traced[0].longest_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from shardwise.train.build import build_step
 from shardwise.train.evaluate import evaluate
 from shardwise.verify.double import true_double
 from shardwise.verify.prepare import Preparation, prepare_job
-from shardwise.verify.pulse import Pulse, watched
+from shardwise.verify.pulse import PauseLimit, Pulse, watched
 from shardwise.verify.reference import PlainTraining
 from shardwise.verify.values import Print, fingerprint, pieces, row_digests
 from shardwise.verify.variants import Variant, vary
@@ -103,19 +102,19 @@ def trace(
     variant: Variant | None = None,
     close_up: int | None = None,
     plain: bool = False,
-    limit_s: float = math.inf,
+    limit: PauseLimit,
 ) -> Traced:
     """Train under `plan` and write down what happens; communicates over the world, on every rank.
 
     Rank 0 writes whole tensors into `folder`; of step `close_up` every rank also writes its own. With `plain` the job
     is trained in plain PyTorch instead, in the precision of `plan`, which is that of one process. A rank that makes no
-    progress for `limit_s` ends.
+    progress for longer than `limit` ends.
     """
     there = set(sys.modules)
     build = PlainTraining if plain else build_step
     pulse = Pulse()
     double = true_double() if plan.precision.compute == "fp64" else nullcontext()
-    with double, watched(pulse, limit_s, world.rank, folder):
+    with double, watched(pulse, limit, world.rank, folder):
         seen = _train(world, preparation, plan, folder, variant, close_up, build, pulse)
     return msgspec.structs.replace(seen, longest_s=pulse.longest_s, imported=sorted(set(sys.modules) - there))
 
@@ -140,6 +139,7 @@ def _train(  # noqa: PLR0917 - positions of one private caller
     for batch in step.feed if variant is None else vary(step.feed, variant):
         watch.before(batch)
         watch.after(step(batch))
+    pulse.begin("evaluation")
     watch.seen.evaluation = _evaluate(job, plan, world, step)
     silenced = job.model.silenced  # type: ignore[attr-defined]  # a PreparedModel
     return msgspec.structs.replace(watch.seen, silenced=silenced, remarks=getattr(step, "remarks", []))
@@ -182,7 +182,7 @@ class _Watch:
 
     def before(self, batch: StepBatch) -> None:
         """Note what is read."""
-        self._pulse.beat()
+        self._pulse.begin(batch.samples)  # a short step may have other shapes than a full one
         self._batch = batch
         self.seen.rows.append(row_digests(batch))
         self._streams = self._step.random_state()
@@ -210,6 +210,7 @@ class _Watch:
         self.seen.loss_dtype = str(report.loss_sum.dtype).removeprefix("torch.")
         self.seen.norms.append(None if report.grad_norm is None else float(report.grad_norm))
         self.values()
+        self._pulse.end()
 
     def values(self) -> None:
         """Note parameters; write them whole at the start, the end and around the close-up. Communicates."""
