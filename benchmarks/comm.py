@@ -9,7 +9,7 @@ bare        loops of as many calls of the same torch function on the same tensor
 Both take turns, so that a busy moment meets both; a turn gives one ratio tool / bare, and a collective has the median
 of its ratios at all sizes from 1 MiB on. Then alpha-beta fits to every second of 17 sizes from 1 KiB to 64 MiB, judged
 on the others: the mean relative error of all collectives. Then the whole default sweep, as a user starts it, on two and
-on four ranks. Columns and factors are compared with cases worked out by hand in tests/bench/test_comm_columns.py.
+on four ranks. Columns and factors are compared with cases worked out by hand in tests/unit/bench/test_comm_columns.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardwise.bench.comm.spec import written_size
 from shardwise.bench.fit import held_out_error
 from shardwise.bench.measure import calls_in_block, slowest, time_block, time_collective
 from shardwise.bench.ranks import rank_zero
-from shardwise.world import world
+from shardwise.dist import world
 
 MOVING = tuple(name for name, kind in KINDS.items() if kind.traffic != "none")
 SIZES = (1 << 20, 1 << 22, 1 << 24)

@@ -29,15 +29,15 @@ import torch
 
 import shardwise as sw
 from figures import figure
-from shardwise.plan import Device, settle
+from shardwise.planner.settle import Device, settle
 
 if TYPE_CHECKING:
-    from shardwise.step.step import StepReport
+    from shardwise.training.step.step import StepReport
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from beds.namespaces import hosts, why_not  # noqa: E402 - the beds of the tests are no package
+from env.namespaces import hosts, why_not  # noqa: E402 - the beds of the tests are no package
 
 STEPS, QUICK_STEPS = 1000, 150
 SIZES = {"small": (16, 48), "example": (32, 128)}

@@ -33,11 +33,11 @@ from shardwise.bench.comm.spec import written_size
 from shardwise.bench.measure import time_collective
 from shardwise.bench.overlap import Effort, measure_overlap
 from shardwise.bench.ranks import rank_zero, require_backend
+from shardwise.dist import world
 from shardwise.errors import ShardwiseError
 from shardwise.job import load_job, refer
-from shardwise.launch.mpirun import find_mpirun
-from shardwise.plan import Device, settle
-from shardwise.world import world
+from shardwise.launcher.mpirun import find_mpirun
+from shardwise.planner.settle import Device, settle
 
 if TYPE_CHECKING:
     from shardwise.bench.split import Split

@@ -55,7 +55,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise as sw
-from shardwise.run import create_run
+from shardwise.runs import create_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

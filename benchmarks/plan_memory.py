@@ -26,9 +26,9 @@ import torch
 
 import shardwise as sw
 from figures import figure
-from shardwise.plan import Plan, Precision
-from shardwise.plan.cost.memory import ADAMW, CONTEXT, SGD, predict_memory
-from shardwise.step.trace import describe
+from shardwise.planner.cost.memory import ADAMW, CONTEXT, SGD, predict_memory
+from shardwise.planner.trace.trace import describe
+from shardwise.plans import Plan, Precision
 from shardwise.testing import fake_world
 
 GIB = 1 << 30

@@ -32,12 +32,12 @@ from figures import figure
 from shardwise.hardware.calibration import default_calibration
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.layout import Layout
-from shardwise.plan import Plan, Precision
-from shardwise.plan.cost.compute import Assumptions
-from shardwise.plan.cost.memory import predict_memory
-from shardwise.plan.cost.time import predict_time
-from shardwise.plan.model.published import published
-from shardwise.plan.plan import Pipeline
+from shardwise.planner.cost.compute import Assumptions
+from shardwise.planner.cost.memory import predict_memory
+from shardwise.planner.cost.time import predict_time
+from shardwise.planner.model.published import published
+from shardwise.plans import Plan, Precision
+from shardwise.plans.plan import Pipeline
 
 WITHIN = 0.15
 

@@ -21,10 +21,10 @@ from shardwise.bench.calibrate import calibrate
 from shardwise.bench.step import measure_ranks, rehearse
 from shardwise.hardware.cluster import this_machine
 from shardwise.job import load_job, refer
-from shardwise.plan import Plan, Precision
-from shardwise.plan.choose.search import Question, search
-from shardwise.plan.cost.time import predict_time
-from shardwise.step.trace import describe
+from shardwise.planner.cost.time import predict_time
+from shardwise.planner.search.search import Question, search
+from shardwise.planner.trace.trace import describe
+from shardwise.plans import Plan, Precision
 
 JOB = """
 import torch

@@ -32,12 +32,12 @@ from torch.nn.functional import cross_entropy
 import shardwise as sw
 from figures import figure
 from shapes import LLAMA_1B
-from shardwise.record import flight
-from shardwise.record.flight import FlightThread
-from shardwise.record.operations import OPERATIONS
-from shardwise.record.torch_calls import record_collectives
-from shardwise.run import calls
-from shardwise.run.call_reader import CallReader
+from shardwise.recorder import flight
+from shardwise.recorder.flight import FlightThread
+from shardwise.recorder.operations import OPERATIONS
+from shardwise.recorder.torch_calls import record_collectives
+from shardwise.runs import calls
+from shardwise.runs.call_reader import CallReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -30,14 +30,14 @@ from torch.utils.data import TensorDataset
 
 import shardwise as sw
 from figures import figure
-from shardwise.run import EventLog, RunDirectory
-from shardwise.run.recorder import Recorder
-from shardwise.step.marks import nobody
-from shardwise.train.journal import Journal
+from shardwise.runs import EventLog, RunDirectory
+from shardwise.runs.recorder import Recorder
+from shardwise.training.journal import Journal
+from shardwise.training.step.marks import nobody
 
 if TYPE_CHECKING:
-    from shardwise.step.marks import Mark
-    from shardwise.step.step import Step
+    from shardwise.training.step.marks import Mark
+    from shardwise.training.step.step import Step
 
 STEPS, QUICK_STEPS = 4000, 800
 BATCH, FEATURES, CLASSES = 32, 64, 10

@@ -13,7 +13,7 @@ import torch
 
 import shardwise as sw
 from figures import figure
-from shardwise.plan import Plan, Precision
+from shardwise.plans import Plan, Precision
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ from figures import figure
 from shardwise.data.cursor import Cursor
 from shardwise.data.feed import MicroBatch, StepBatch
 from shardwise.models import DecoderConfig
-from shardwise.plan import Plan, Precision
+from shardwise.plans import Plan, Precision
 from step_loops import RATE, forget
 
 if TYPE_CHECKING:

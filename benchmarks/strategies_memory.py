@@ -29,7 +29,7 @@ import torch
 import shardwise as sw
 from figures import figure
 from shapes import LLAMA_1B
-from shardwise.plan import Plan, Precision
+from shardwise.plans import Plan, Precision
 from shardwise.testing import fake_world
 
 if TYPE_CHECKING:

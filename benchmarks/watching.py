@@ -17,11 +17,12 @@ import msgspec
 
 from figures import figure
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit"))
 
-from shardwise.watch.increments import increment
-from shardwise.watch.view import RunView
-from watch.synthetic import large_run
+from monitor.synthetic import large_run
+
+from shardwise.monitor.increments import increment
+from shardwise.monitor.view import RunView
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 import shardwise as sw
-from shardwise.plan import Precision
+from shardwise.plans import Precision
 
 LENGTH = 64
 """Tokens of a sample; a token is a byte."""

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import shardwise as sw
-from shardwise.plan import Communication
+from shardwise.plans import Communication
 
 Way = Callable[[], None]
 """One forward and backward, ending when the gradients are summed over ranks (communicates, on every rank)."""

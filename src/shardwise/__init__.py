@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardwise import models as models
     from shardwise.data import datasets as datasets
+    from shardwise.dist import World as World
+    from shardwise.dist import world as world
     from shardwise.errors import ShardwiseError as ShardwiseError
     from shardwise.job import Job as Job
     from shardwise.job import Lora as Lora
@@ -18,17 +20,15 @@ if TYPE_CHECKING:
     from shardwise.job import schedules as schedules
     from shardwise.job.optimizers import SGD as sgd  # noqa: F401, N811 - lower case beside sw.adamw
     from shardwise.job.optimizers import AdamW as adamw  # noqa: F401, N813 - reads as what it does
-    from shardwise.launch import launch_function as launch  # noqa: F401 - the name that _PUBLIC gives it
+    from shardwise.launcher.local.function import launch_function as launch  # noqa: F401 - the name that _PUBLIC gives it
     from shardwise.layout import Layout as Layout
     from shardwise.parallel.apply import unwrap as unwrap
     from shardwise.parallel.gather import full_state_dict as full_state_dict
-    from shardwise.plan import Plan as Plan
-    from shardwise.train.build import build_step as build_step
-    from shardwise.train.build import parallelize as parallelize
-    from shardwise.train.export import export as export
-    from shardwise.train.train import train as train
-    from shardwise.world import World as World
-    from shardwise.world import world as world
+    from shardwise.plans import Plan as Plan
+    from shardwise.training.build import build_step as build_step
+    from shardwise.training.build import parallelize as parallelize
+    from shardwise.training.export import export as export
+    from shardwise.training.train import train as train
 
 _PUBLIC = {
     "Job": ("shardwise.job", "Job"),
@@ -36,24 +36,24 @@ _PUBLIC = {
     "Lora": ("shardwise.job", "Lora"),
     "Loss": ("shardwise.job", "Loss"),
     "Metric": ("shardwise.job", "Metric"),
-    "Plan": ("shardwise.plan", "Plan"),
+    "Plan": ("shardwise.plans", "Plan"),
     "ShardwiseError": ("shardwise.errors", "ShardwiseError"),
-    "World": ("shardwise.world", "World"),
+    "World": ("shardwise.dist", "World"),
     "adamw": ("shardwise.job.optimizers", "AdamW"),
-    "build_step": ("shardwise.train.build", "build_step"),
+    "build_step": ("shardwise.training.build", "build_step"),
     "datasets": ("shardwise.data.datasets", ""),
-    "export": ("shardwise.train.export", "export"),
+    "export": ("shardwise.training.export", "export"),
     "full_state_dict": ("shardwise.parallel.gather", "full_state_dict"),
-    "launch": ("shardwise.launch", ""),  # a room that is also its in-process form
+    "launch": ("shardwise.launcher.local.function", "launch_function"),
     "losses": ("shardwise.job.losses", ""),
     "metrics": ("shardwise.job.metrics", ""),
     "models": ("shardwise.models", ""),
-    "parallelize": ("shardwise.train.build", "parallelize"),
+    "parallelize": ("shardwise.training.build", "parallelize"),
     "schedules": ("shardwise.job.schedules", ""),
     "sgd": ("shardwise.job.optimizers", "SGD"),
-    "train": ("shardwise.train", ""),  # a room that is also the verb
+    "train": ("shardwise.training.train", "train"),
     "unwrap": ("shardwise.parallel.apply", "unwrap"),
-    "world": ("shardwise.world", ""),  # likewise
+    "world": ("shardwise.dist", "world"),
 }
 """Public name -> module and attribute ("" for the module itself): imported at first use, so that
 `import shardwise` costs milliseconds and no torch."""

@@ -12,10 +12,10 @@ import msgspec
 
 from shardwise.environment import identify
 from shardwise.job import JobReference  # noqa: TC001 - read at run time by msgspec
-from shardwise.record.deterministic import be_deterministic
-from shardwise.run import RunDirectory
-from shardwise.run.failure import describe_failure, write_failure
-from shardwise.run.timeline import Timeline
+from shardwise.recorder.deterministic import be_deterministic
+from shardwise.runs import RunDirectory
+from shardwise.runs.failure import describe_failure, write_failure
+from shardwise.runs.timeline import Timeline
 
 
 class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,10 +67,10 @@ def _train(order: WorkerOrder, run: RunDirectory, timeline: Timeline) -> None:
     if order.deterministic:
         be_deterministic(seed=None)  # the job has one
     from shardwise.checkpoint import CheckpointFolder
+    from shardwise.dist import world
     from shardwise.job import load_job
-    from shardwise.plan.toml import read_plan
-    from shardwise.train.train import train
-    from shardwise.world import world
+    from shardwise.plans.toml import read_plan
+    from shardwise.training.train import train
 
     timeline.mark("import")
     job = load_job(order.job)

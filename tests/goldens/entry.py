@@ -10,11 +10,11 @@ from unittest import mock
 import msgspec
 
 from shardwise.cli.main import cli, main
-from shardwise.plan.toml import plan_from_toml, plan_to_toml
-from shardwise.run import RunDirectory
+from shardwise.monitor.view import RunView
+from shardwise.parity.double import true_double
+from shardwise.plans.toml import plan_from_toml, plan_to_toml
+from shardwise.runs import RunDirectory
 from shardwise.testing import run_ranks
-from shardwise.verify.double import true_double
-from shardwise.watch.view import RunView
 
 __all__ = [
     "cli",

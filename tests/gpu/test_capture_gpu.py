@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shardwise as sw
-from shardwise.plan import Plan, Precision
-from shardwise.run import create_run
-from shardwise.step.captured import CapturedStep, waits_of_host
+from shardwise.plans import Plan, Precision
+from shardwise.runs import create_run
+from shardwise.training.step.captured import CapturedStep, waits_of_host
 
 pytestmark = [
     pytest.mark.gpu,

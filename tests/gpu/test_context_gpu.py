@@ -18,7 +18,7 @@ MEMORY = """
 import dataclasses, json, sys
 import torch
 import shardwise as sw
-from shardwise.plan import Device, settle
+from shardwise.plans import Device, settle
 
 LENGTH = 8192
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.plan import Plan, Precision
-from shardwise.plan.cost.memory import predict_memory
-from shardwise.step.trace import describe
+from shardwise.planner.cost.memory import predict_memory
+from shardwise.planner.trace.trace import describe
+from shardwise.plans import Plan, Precision
 from shardwise.testing import fake_world
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

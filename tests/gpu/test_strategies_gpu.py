@@ -14,7 +14,7 @@ RANK = """
 import dataclasses, json, sys
 import torch
 import shardwise as sw
-from shardwise.plan import Device, Precision, settle
+from shardwise.plans import Device, Precision, settle
 
 class Sentences(torch.utils.data.Dataset):
     def __len__(self):

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.plan import Plan, Precision
-from shardwise.run import EventLog
-from shardwise.run.timeline import Timeline
-from shardwise.train.loop import run_loop
+from shardwise.plans import Plan, Precision
+from shardwise.runs import EventLog
+from shardwise.runs.timeline import Timeline
+from shardwise.training.loop import run_loop
 
 pytestmark = [
     pytest.mark.gpu,
@@ -79,10 +79,10 @@ RANK = (
     JOB
     + """
 import dataclasses, json, sys
-from shardwise.plan import Plan, Precision
-from shardwise.run import EventLog
-from shardwise.run.timeline import Timeline
-from shardwise.train.loop import run_loop
+from shardwise.plans import Plan, Precision
+from shardwise.runs import EventLog
+from shardwise.runs.timeline import Timeline
+from shardwise.training.loop import run_loop
 
 rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 fp64 = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp64")

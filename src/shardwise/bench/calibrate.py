@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shardwise.bench import operators
 from shardwise.bench.measure import measure_collective
 from shardwise.bench.ranks import on_ranks
+from shardwise.dist import world
 from shardwise.environment import identify
 from shardwise.hardware import probe_gpus
 from shardwise.hardware.calibration import (
@@ -27,14 +28,13 @@ from shardwise.hardware.calibration import (
 )
 from shardwise.hardware.calibration_file import write_calibration
 from shardwise.hardware.cluster import this_machine
-from shardwise.world import world
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
+    from shardwise.dist import World
     from shardwise.hardware.machine import NodeType
-    from shardwise.world import World
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send")
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 26)

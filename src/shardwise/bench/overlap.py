@@ -13,17 +13,17 @@ import torch
 from shardwise.bench.ranks import rank_zero
 from shardwise.bench.split import Split, Turns, measure_turns, pool, split
 from shardwise.bench.switch import SwitchedWorld
+from shardwise.dist import world
 from shardwise.errors import PlanError
 from shardwise.job import load_job
 from shardwise.job.overrides import replace_at
 from shardwise.parallel.support import require_supported, uses_ddp
-from shardwise.world import world
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardwise.job import JobReference
-    from shardwise.plan import Plan
+    from shardwise.plans import Plan
 
 BUCKET, PREFETCH, SYNC = "communication.bucket_mb", "communication.prefetch", "gradient_sync"
 BUCKETS_MB = (1.0, 5.0, 25.0, 100.0)

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING
 
 from shardwise.hardware.calibration_file import calibration_for
 from shardwise.hardware.cluster import this_machine
-from shardwise.plan.choose.subject import optimizer_shape
-from shardwise.plan.cost.memory import predict_memory
-from shardwise.plan.cost.time import WAITING, predict_time
+from shardwise.planner.cost.memory import predict_memory
+from shardwise.planner.cost.time import WAITING, predict_time
+from shardwise.planner.search.subject import optimizer_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardwise.job import Job
-    from shardwise.plan import Plan
-    from shardwise.plan.model.forms import Model
-    from shardwise.plan.plan import DType
+    from shardwise.planner.model.forms import Model
+    from shardwise.plans import Plan
+    from shardwise.plans.plan import DType
 
 
 def predict_step(job: Job, plan: Plan, describe: Callable[[Job, DType], Model], *, processes: int) -> dict[str, float]:

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.environment import identify
 from shardwise.errors import InputError
-from shardwise.launch import LaunchSpec, Module, launch, root_cause, run_forked
-from shardwise.launch.fork import raise_failure
-from shardwise.launch.mpirun import find_mpirun, run_by_mpirun
-from shardwise.run import create_run
+from shardwise.launcher.local.attempts import LaunchSpec, launch
+from shardwise.launcher.local.fork import raise_failure, run_forked
+from shardwise.launcher.local.target import Module
+from shardwise.launcher.mpirun import find_mpirun, run_by_mpirun
+from shardwise.launcher.policy import root_cause
+from shardwise.runs import create_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from shardwise.launch.starters import Starter
+    from shardwise.launcher.local.starters import Starter
 
 PRELOAD = ("torch", "torch._dynamo")
 """What every rank would import: torch, and what the first DDP brings in."""
@@ -55,8 +57,8 @@ def require_backend(backend: str) -> None:
     """
     import torch
 
-    from shardwise.world.backends import choose_backend
-    from shardwise.world.mpi_library import GROUP_NAME, load_mpi, torch_backend
+    from shardwise.dist.backends import choose_backend
+    from shardwise.engines.mpi.library import GROUP_NAME, load_mpi, torch_backend
 
     if backend == "mpi":
         find_mpirun()
@@ -85,7 +87,7 @@ def on_ranks(
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
         folder = Path(name)
         (folder / "call").write_bytes(cloudpickle.dumps((fn, args, {})))
-        spec = LaunchSpec(target=Module("shardwise.launch.call", (name,)), nproc=nproc, preload=PRELOAD)
+        spec = LaunchSpec(target=Module("shardwise.launcher.local.call", (name,)), nproc=nproc, preload=PRELOAD)
         outcome = launch(spec, create_run(folder / "run", "bench"), warm=warm).outcome
         if outcome.interrupted:
             raise KeyboardInterrupt

@@ -14,21 +14,22 @@ import torch
 from shardwise.bench.ranks import PRELOAD, on_ranks
 from shardwise.bench.split import Turns, measure_turns, pool, split
 from shardwise.bench.switch import SwitchedWorld
+from shardwise.dist import world
 from shardwise.environment import base_environment
 from shardwise.hardware import usable_cores
 from shardwise.job import load_job
-from shardwise.launch import LaunchSpec, Module
-from shardwise.launch.attempts import starter_for
-from shardwise.plan import settle
-from shardwise.plan.toml import read_plan
-from shardwise.world import world
+from shardwise.launcher.local.attempts import LaunchSpec, starter_for
+from shardwise.launcher.local.target import Module
+from shardwise.planner.settle import settle
+from shardwise.plans.toml import read_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from shardwise.job import Job, JobReference
-    from shardwise.launch.starters import Starter
-    from shardwise.plan import Device, Plan
+    from shardwise.launcher.local.starters import Starter
+    from shardwise.planner.settle import Device
+    from shardwise.plans import Plan
 
 Mode = Literal["strong", "weak"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -167,7 +168,7 @@ def measure_job(
 @contextlib.contextmanager
 def fork_parent(preload: tuple[str, ...] = PRELOAD) -> Iterator[Starter]:
     """Start what forks the ranks of many launches: its imports are paid for once, and are in no measured time."""
-    spec = LaunchSpec(target=Module("shardwise.launch.call"), nproc=1, preload=preload)
+    spec = LaunchSpec(target=Module("shardwise.launcher.local.call"), nproc=1, preload=preload)
     environ = base_environment(local_world_size=1, cores=usable_cores())
     with starter_for(spec, environ, lambda _: None) as starter:
         yield starter

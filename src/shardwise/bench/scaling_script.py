@@ -14,14 +14,17 @@ from shardwise.bench.ranks import PRELOAD
 from shardwise.bench.scaling import Curve, Point, fork_parent
 from shardwise.bench.timing import Timing
 from shardwise.errors import InputError, RankFailedError
-from shardwise.launch import LaunchSpec, Script, explain_outcome, launch, root_cause
-from shardwise.run import create_run
+from shardwise.launcher.explain import explain_outcome
+from shardwise.launcher.local.attempts import LaunchSpec, launch
+from shardwise.launcher.local.target import Script
+from shardwise.launcher.policy import root_cause
+from shardwise.runs import create_run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardwise.launch.starters import Starter
-    from shardwise.run import RunDirectory
+    from shardwise.launcher.local.starters import Starter
+    from shardwise.runs import RunDirectory
 
 _EMPTY = """import torch.distributed as dist
 dist.init_process_group("gloo")

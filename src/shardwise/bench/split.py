@@ -13,17 +13,17 @@ import torch
 from shardwise.bench.step import WARM_UP, settle_gradients
 from shardwise.bench.switch import replay
 from shardwise.bench.timing import Timing, wait_for
-from shardwise.train.build import build_step
+from shardwise.training.build import build_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from shardwise.bench.switch import SwitchedWorld
     from shardwise.data.feed import StepBatch
+    from shardwise.dist import World
     from shardwise.job import Job
-    from shardwise.plan import Plan
-    from shardwise.step.step import Step
-    from shardwise.world import World
+    from shardwise.plans import Plan
+    from shardwise.training.step.step import Step
 
 _LEAST_S = 0.02
 """Shorter steps are timed a few in a row, so that leaving the barrier apart does not show."""

@@ -17,22 +17,22 @@ from shardwise.bench.profile import StepProfile, profile_steps, profiler_ranges,
 from shardwise.bench.ranks import rank_zero
 from shardwise.bench.timing import Timing, wait_for
 from shardwise.bench.utilisation import matmul_rate
+from shardwise.dist import fake_world, world
 from shardwise.environment import identify
 from shardwise.errors import InputError, PlanError
 from shardwise.job import load_job
-from shardwise.step.marks import tell
-from shardwise.train.build import build_step
-from shardwise.world import fake_world, world
+from shardwise.training.build import build_step
+from shardwise.training.step.marks import tell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from shardwise.bench.profile import ProfileSpec
     from shardwise.data.feed import StepBatch
+    from shardwise.dist import World
     from shardwise.job import Job, JobReference
-    from shardwise.plan import Plan
-    from shardwise.step.step import Step
-    from shardwise.world import World
+    from shardwise.plans import Plan
+    from shardwise.training.step.step import Step
 
 WARM_UP = 3
 """Steps before the first that counts: the first holds gradients back to look at them, the second finds the allocator's

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.utils._pytree import tree_leaves, tree_map
 
+from shardwise.dist import World
 from shardwise.layout import AXES
-from shardwise.world import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

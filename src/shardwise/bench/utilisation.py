@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardwise.bench.step import StepMeasurement
-    from shardwise.plan.model.shape import ModelShape, Part
-    from shardwise.plan.plan import DType
+    from shardwise.planner.model.shape import ModelShape, Part
+    from shardwise.plans.plan import DType
 
 _WIDTHS = {"cuda": 8192, "cpu": 512}
 """Of the square product: wide enough that a device reaches its rate, small enough for a fraction of a second."""

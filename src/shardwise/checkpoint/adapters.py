@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpoint.contents import MODEL, Contents
+from shardwise.checkpoint.convert.contents import MODEL, Contents
 from shardwise.errors import InputError
 from shardwise.job.lora import DOWN, UP, adapted_modules, is_adapter
 

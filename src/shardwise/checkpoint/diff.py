@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.checkpoint.contents import BATCH_BYTES
+from shardwise.checkpoint.convert.contents import BATCH_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shardwise.checkpoint.contents import Contents
+    from shardwise.checkpoint.convert.contents import Contents
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.fill import Forecast
     from shardwise.checkpoint.load import LoadReport
     from shardwise.checkpoint.manifest import Manifest
-    from shardwise.run.keep import Keep
+    from shardwise.runs.keep import Keep
 
 
 class CheckpointFolder:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from shardwise.run.keep import Keep
+    from shardwise.runs.keep import Keep
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.cli.place_options import place_options
-from shardwise.run.console import complain, say
-from shardwise.run.exitcodes import CHECK_FAILED, DONE
+from shardwise.runs.console import complain, say
+from shardwise.runs.exitcodes import CHECK_FAILED, DONE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

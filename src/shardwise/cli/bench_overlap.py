@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import click
 
 from shardwise.cli.place_options import place_options
-from shardwise.run.console import say
-from shardwise.run.exitcodes import DONE
+from shardwise.runs.console import say
+from shardwise.runs.exitcodes import DONE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardwise.bench.overlap import Advice, Overlap
-    from shardwise.plan import Plan
+    from shardwise.plans import Plan
 
 
 def _numbers(_context: click.Context, option: click.Parameter, text: str | None) -> tuple[float, ...] | None:
@@ -74,7 +74,7 @@ def command(
     from shardwise.cli.bench_words import bench_device, load_torch_job, warn_if_busy
     from shardwise.cli.train import split_settings
     from shardwise.environment import identify
-    from shardwise.plan import settle
+    from shardwise.planner.settle import settle
 
     _check_files(out, report)
     reference, overrides = split_settings(job, settings)
@@ -168,7 +168,7 @@ def _show(found: Sequence[Overlap], advice: Advice, title: str, *, as_json: bool
 
 def _write_plan(plan: Plan, out: Path) -> None:
     from shardwise.errors import InputError
-    from shardwise.plan.toml import plan_to_toml
+    from shardwise.plans.toml import plan_to_toml
 
     try:
         out.write_text(plan_to_toml(plan))

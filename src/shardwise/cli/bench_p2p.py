@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from shardwise.cli.place_options import place_options
-from shardwise.run.console import say
-from shardwise.run.exitcodes import CHECK_FAILED, DONE
+from shardwise.runs.console import say
+from shardwise.runs.exitcodes import CHECK_FAILED, DONE
 
 if TYPE_CHECKING:
     from shardwise.bench.p2p.pairs import Pairs

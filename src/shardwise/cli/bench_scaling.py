@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.cli.place_options import place_options
-from shardwise.run.console import complain, say
-from shardwise.run.exitcodes import DONE
+from shardwise.runs.console import complain, say
+from shardwise.runs.exitcodes import DONE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from shardwise.bench.scaling import Curve
     from shardwise.job import Job
-    from shardwise.plan import Plan
+    from shardwise.plans import Plan
 
 _OF_A_JOB = {"plan_spec": "--plan", "settings": "--set", "backend": "--backend", "device": "--device"}
 
@@ -178,9 +178,8 @@ def _measure_script(script: str, arguments: tuple[str, ...], options: dict[str, 
     from shardwise.cli.bench_words import warn_if_busy
     from shardwise.errors import InputError
     from shardwise.hardware import probe_gpus, usable_cores
-    from shardwise.launch import Script
-    from shardwise.launch.options import read_nproc
-    from shardwise.launch.target import check_target
+    from shardwise.launcher.local.target import Script, check_target
+    from shardwise.launcher.options import read_nproc
 
     for name, option in _OF_A_JOB.items():
         if options[name]:

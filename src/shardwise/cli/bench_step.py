@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from shardwise.cli.place_options import place_options
-from shardwise.run.console import complain, say
-from shardwise.run.exitcodes import DONE
+from shardwise.runs.console import complain, say
+from shardwise.runs.exitcodes import DONE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardwise.bench.step import StepMeasurement
     from shardwise.environment import Identity
     from shardwise.job import Job
-    from shardwise.plan import Plan
+    from shardwise.plans import Plan
 
 
 @click.command(
@@ -65,7 +65,7 @@ def command(
     from shardwise.cli.bench_words import load_torch_job
     from shardwise.cli.train import split_settings, this_device
     from shardwise.environment import identify
-    from shardwise.plan import settle
+    from shardwise.planner.settle import settle
 
     me = identify()
     _check(me, nproc=nproc, fake_world=fake_world, rank=rank)

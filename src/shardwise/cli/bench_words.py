@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from shardwise.run.console import complain, say
+from shardwise.runs.console import complain, say
 
 if TYPE_CHECKING:
     from shardwise.bench.report.findings import Table
     from shardwise.job import Job, JobReference
-    from shardwise.plan import Device
+    from shardwise.planner.settle import Device
 
 
 def bench_device(asked: str | None, backend: str | None, nproc: int) -> tuple[Device, str]:

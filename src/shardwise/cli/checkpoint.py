@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from shardwise.run.console import complain, say
-from shardwise.run.exitcodes import CHECK_FAILED, DONE
-from shardwise.run.keep import GRAMMAR, parse_keep
+from shardwise.runs.console import complain, say
+from shardwise.runs.exitcodes import CHECK_FAILED, DONE
+from shardwise.runs.keep import GRAMMAR, parse_keep
 
 KINDS = ("torch", "dcp", "hf", "mlx", "peft", "deepspeed", "shardwise")
 """The kinds that `convert` writes; here as words, so that torch is not imported to show them."""
@@ -36,7 +36,7 @@ def ls(path: Path) -> int:
 @click.option("--tensors", is_flag=True, help="List every tensor with dtype and shape.")
 def inspect(path: Path, *, tensors: bool) -> int:
     """Show the facts and tensors of a checkpoint of any kind."""
-    from shardwise.checkpoint.convert import open_contents
+    from shardwise.checkpoint.convert.convert import open_contents
     from shardwise.cli.checkpoint_view import show_contents, show_tensors
 
     contents = open_contents(path)
@@ -66,7 +66,7 @@ def check(path: Path) -> int:
 @click.argument("right", type=_PATH)
 def diff(left: Path, right: Path) -> int:
     """Compare two checkpoints of any kinds, tensor by tensor; exit code 3 if a tensor differs."""
-    from shardwise.checkpoint.convert import open_contents
+    from shardwise.checkpoint.convert.convert import open_contents
     from shardwise.checkpoint.diff import diff as compare
     from shardwise.cli.checkpoint_view import show_diff
 
@@ -127,8 +127,8 @@ def convert(
     nproc: int | None,
 ) -> int:
     """Write SOURCE, whose kind is recognised, as a new checkpoint TARGET; says what TARGET cannot hold."""
-    from shardwise.checkpoint.convert import Cut
-    from shardwise.checkpoint.convert import convert as write
+    from shardwise.checkpoint.convert.convert import Cut
+    from shardwise.checkpoint.convert.convert import convert as write
     from shardwise.cli.checkpoint_view import in_units, show_conversion
     from shardwise.errors import InputError
 

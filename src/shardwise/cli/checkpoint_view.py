@@ -11,15 +11,15 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.checkpoint.contents import bytes_of
-from shardwise.run.console import say
+from shardwise.checkpoint.convert.contents import bytes_of
+from shardwise.runs.console import say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from shardwise.checkpoint.contents import Contents
-    from shardwise.checkpoint.convert import ConvertReport
+    from shardwise.checkpoint.convert.contents import Contents
+    from shardwise.checkpoint.convert.convert import ConvertReport
     from shardwise.checkpoint.diff import DiffReport
     from shardwise.checkpoint.listing import Row
 

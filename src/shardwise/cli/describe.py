@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardwise.job import Job
-    from shardwise.plan.model.forms import Model
-    from shardwise.plan.plan import DType, Plan
+    from shardwise.planner.model.forms import Model
+    from shardwise.plans.plan import DType, Plan
 
 
 def describe_job(job: Job, compute: DType) -> Model:
     """Return the model of a job as planning sees it, computed in `compute`."""
-    from shardwise.step.described import described
+    from shardwise.planner.trace.described import described
 
     return described(job, compute, cache_directory() / "models")
 
@@ -27,7 +27,7 @@ def job_rules(job: Job) -> Callable[[Plan], None]:
 
     @cache
     def rules() -> Callable[[Plan], None]:
-        from shardwise.train.preflight import ModelRules
+        from shardwise.training.preflight import ModelRules
 
         return ModelRules(job)
 

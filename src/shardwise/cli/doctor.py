@@ -23,8 +23,8 @@ def command(context: click.Context, *, as_json: bool) -> int:
         return 0
     from shardwise.cli.doctor_words import say_json, say_verdicts
     from shardwise.doctor.check import exit_code
-    from shardwise.doctor.machine_checks import check_machine
-    from shardwise.doctor.observe import observe_machine
+    from shardwise.doctor.machine.checks import check_machine
+    from shardwise.doctor.machine.observe import observe_machine
 
     machine = observe_machine()
     verdicts = check_machine(machine)

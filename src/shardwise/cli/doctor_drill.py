@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.cli.doctor_words import say_json
-from shardwise.run.console import complain, say
-from shardwise.run.exitcodes import CHECK_FAILED, DONE
+from shardwise.runs.console import complain, say
+from shardwise.runs.exitcodes import CHECK_FAILED, DONE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardwise.doctor.drill import Subject
-    from shardwise.doctor.drill_faults import Kind
-    from shardwise.doctor.drill_judge import DrillResult
-    from shardwise.launch import LaunchSpec
-    from shardwise.run import RunDirectory
+    from shardwise.doctor.drill.drill import Subject
+    from shardwise.doctor.drill.faults import Kind
+    from shardwise.doctor.drill.judge import DrillResult
+    from shardwise.launcher.local.attempts import LaunchSpec
+    from shardwise.runs import RunDirectory
 
 _CHOICES = ("kill", "freeze", "slow", "mismatch", "link", "checkpoint", "disk", "all")
 _STEPS = 40
@@ -78,7 +78,7 @@ _OF_A_JOB = {
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(*, script: str, arguments: tuple[str, ...], is_script: bool, as_json: bool, **options: Any) -> int:
     """Do harm to ranks, links, checkpoints and disk of your own job, and check that it is named and comes back."""
-    from shardwise.doctor.drill import run_drills
+    from shardwise.doctor.drill.drill import run_drills
     from shardwise.environment import identify
     from shardwise.errors import InputError
 
@@ -103,7 +103,7 @@ def command(*, script: str, arguments: tuple[str, ...], is_script: bool, as_json
 
 def _kinds(asked: Sequence[str], *, is_script: bool) -> list[Kind]:
     """Return the drills to run, each once."""
-    from shardwise.doctor.drill_faults import KINDS, OF_JOBS
+    from shardwise.doctor.drill.faults import KINDS, OF_JOBS
     from shardwise.errors import InputError
 
     if is_script and (beyond := [kind for kind in OF_JOBS if kind in asked]):
@@ -121,13 +121,13 @@ def _job(job: str, arguments: tuple[str, ...], options: dict[str, Any]) -> Subje
     from shardwise.cli.join import write_run_inputs
     from shardwise.cli.train import split_settings, this_device
     from shardwise.cli.train_nodes import worker_spec
-    from shardwise.doctor.drill import Subject, save_interval
+    from shardwise.doctor.drill.drill import Subject, save_interval
     from shardwise.errors import InputError
     from shardwise.job import load_job
     from shardwise.job.engine import engine_of
     from shardwise.job.job import LENGTHS
     from shardwise.parallel.support import require_supported
-    from shardwise.plan import settle
+    from shardwise.planner.settle import settle
 
     if arguments:
         raise InputError(
@@ -179,10 +179,10 @@ def _job(job: str, arguments: tuple[str, ...], options: dict[str, Any]) -> Subje
 def _script(path: str, arguments: tuple[str, ...], options: dict[str, Any]) -> Subject:
     """Return a script as `launch` would start it."""
     from shardwise.cli.train_nodes import PRELOAD
-    from shardwise.doctor.drill import Subject
+    from shardwise.doctor.drill.drill import Subject
     from shardwise.errors import InputError
-    from shardwise.launch import LaunchSpec, Script
-    from shardwise.launch.target import check_target
+    from shardwise.launcher.local.attempts import LaunchSpec
+    from shardwise.launcher.local.target import Script, check_target
 
     if given := [option for name, option in _OF_A_JOB.items() if options[name]]:
         raise InputError(

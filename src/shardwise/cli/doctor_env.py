@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from shardwise.errors import InputError
-from shardwise.run.console import say
+from shardwise.runs.console import say
 
 if TYPE_CHECKING:
     from shardwise.doctor.check import Verdict
@@ -61,8 +61,8 @@ def _lint(preset: str | None, nproc: int) -> list[Verdict]:
 
 def _here(nproc: int) -> Surroundings:
     from shardwise.doctor.env_rules import Surroundings
-    from shardwise.doctor.observe import observe_gpus
-    from shardwise.doctor.observe_network import observe_interfaces, observe_rdma
+    from shardwise.doctor.machine.observe import observe_gpus
+    from shardwise.doctor.machine.observe_network import observe_interfaces, observe_rdma
     from shardwise.hardware import usable_cores
     from shardwise.versions import package_version
 
@@ -81,7 +81,7 @@ def _effects(path: Path) -> list[Verdict]:
     import msgspec
 
     from shardwise.cli.presets import run_effects
-    from shardwise.run import RunDirectory
+    from shardwise.runs import RunDirectory
 
     run = RunDirectory(path)
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from shardwise.cli.doctor_words import say_json, say_verdicts
-from shardwise.run.console import say
+from shardwise.runs.console import say
 
 _MOST_LINES = 40
 
@@ -18,8 +18,8 @@ _MOST_LINES = 40
 def command(*, path: Path, as_json: bool) -> int:
     """Say what happened in the run directory RUN, why, what was lost, and what to type next."""
     from shardwise.doctor.check import exit_code
-    from shardwise.doctor.run import explain
-    from shardwise.doctor.run_facts import read_run
+    from shardwise.doctor.run.explain import explain
+    from shardwise.doctor.run.facts import read_run
 
     report = explain(read_run(path))
     if as_json:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shardwise.run.console import say
+from shardwise.runs.console import say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

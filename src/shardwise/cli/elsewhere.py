@@ -15,17 +15,17 @@ from click.core import ParameterSource
 from shardwise.cli.node_words import node_words
 from shardwise.environment import run_secret, variables
 from shardwise.errors import LaunchError
-from shardwise.launch.hosts import read_hosts
-from shardwise.launch.nodes import NodesSpec
-from shardwise.launch.options import read_nodes
-from shardwise.launch.target import Module, Program, Script, Target
-from shardwise.run.console import complain, say
+from shardwise.launcher.local.target import Module, Program, Script, Target
+from shardwise.launcher.nodes.node import NodesSpec
+from shardwise.launcher.options import read_nodes
+from shardwise.launcher.ssh.hosts import read_hosts
+from shardwise.runs.console import complain, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from shardwise.launch.hosts import HostSpec
-    from shardwise.launch.ssh_checks import Meeting
+    from shardwise.launcher.ssh.checks import Meeting
+    from shardwise.launcher.ssh.hosts import HostSpec
 
 _TRAVELLING = re.compile(r"(NCCL|GLOO|TORCH|UCX|OMP|MKL)_.*|PYTHON(?!HOME).+")
 """Variables that follow the user over ssh; which devices are visible elsewhere is not for this machine to say."""
@@ -59,7 +59,7 @@ def start_elsewhere(*, grace_s: float, dry_run: bool = False) -> int | None:
 
 
 def _on_hosts(context: click.Context, grace_s: float, *, dry_run: bool) -> int:
-    from shardwise.launch.ssh import launch_on_hosts
+    from shardwise.launcher.ssh.run import launch_on_hosts
 
     hosts = read_hosts(context.params["hosts"])
     least, most = (len(hosts), len(hosts)) if not _is_typed(context, "nnodes") else read_nodes(context.params["nnodes"])
@@ -110,8 +110,8 @@ def _refuse_unequal(hosts: Sequence[HostSpec], usual: int) -> None:
 
 def _describe(hosts: Sequence[HostSpec], words_of: Callable[[Meeting], list[list[str]]], params: dict[str, Any]) -> str:
     """Return what would run on each host; no host is asked, so node 0's address is its name."""
-    from shardwise.launch.ssh_checks import Meeting
-    from shardwise.launch.ssh_session import ssh_words
+    from shardwise.launcher.ssh.checks import Meeting
+    from shardwise.launcher.ssh.session import ssh_words
 
     meeting = Meeting(params["master_addr"] or hosts[0].name, params["master_port"] or _DEFAULT_PORT)
     lines = [f"# {len(hosts)} hosts; node 0's address and port are found by asking them, unless named"]
@@ -131,8 +131,8 @@ def _show(stream: int, line: bytes) -> None:
 
 
 def _on_kubernetes(context: click.Context, grace_s: float) -> int:
-    from shardwise.launch.kubernetes import POD_INDEX, POD_IP, manifests, node_0, read_kubernetes
-    from shardwise.launch.kubernetes_yaml import to_yaml
+    from shardwise.launcher.kubernetes import POD_INDEX, POD_IP, manifests, node_0, read_kubernetes
+    from shardwise.launcher.kubernetes_yaml import to_yaml
 
     spec = read_kubernetes(context.params["kubernetes"], _target(context.params).name)
     least, most = read_nodes(context.params["nnodes"])

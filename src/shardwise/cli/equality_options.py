@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from shardwise.run.console import complain
+from shardwise.runs.console import complain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from shardwise.doctor.replicas import ReplicaLimits, ReplicaWatch
-    from shardwise.run import RunDirectory
+    from shardwise.doctor.guard.replicas import ReplicaLimits, ReplicaWatch
+    from shardwise.runs import RunDirectory
 
 Command = TypeVar("Command", bound="Callable[..., Any]")
 
@@ -50,7 +50,7 @@ def settle_equality(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def settle_replicas(options: Mapping[str, Any]) -> ReplicaLimits | None:
     """Return what the options of a launch say of replicas; None if they are not compared."""
-    from shardwise.doctor.replicas import ReplicaLimits
+    from shardwise.doctor.guard.replicas import ReplicaLimits
 
     every = int(options["check_replicas"])
     return ReplicaLimits(every=every, stop=options["on_drift"] == "stop") if every else None
@@ -59,8 +59,8 @@ def settle_replicas(options: Mapping[str, Any]) -> ReplicaLimits | None:
 def equality_variables(options: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables by which ranks of a launch are told of replicas and determinism."""
     from shardwise.environment import variables
-    from shardwise.record.asked import Asked
-    from shardwise.record.deterministic import deterministic_variables
+    from shardwise.recorder.asked import Asked
+    from shardwise.recorder.deterministic import deterministic_variables
 
     is_deterministic = bool(options["deterministic"])
     asked = Asked(deterministic=is_deterministic, check_replicas=int(options["check_replicas"]))
@@ -73,7 +73,7 @@ def start_replica_watch(
     """Return what compares the replicas of a launch: one watch, or none without limits."""
     if limits is None:
         return []
-    from shardwise.doctor.replicas import ReplicaWatch
+    from shardwise.doctor.guard.replicas import ReplicaWatch
 
     watch = ReplicaWatch(run, limits, complain, node)
     watch.follow(ranks)

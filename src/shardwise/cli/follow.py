@@ -6,14 +6,14 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from shardwise.cli.sinks import Mirrors
-from shardwise.run import Tail
-from shardwise.run.progress import ProgressView
+from shardwise.runs import Tail
+from shardwise.runs.progress import ProgressView
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardwise.run import RunDirectory
-    from shardwise.watch.sinks import SinkSpec
+    from shardwise.monitor.sinks import SinkSpec
+    from shardwise.runs import RunDirectory
 
 
 class Follower:

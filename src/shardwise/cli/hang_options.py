@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.run.console import complain
+from shardwise.runs.console import complain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from shardwise.doctor.guard import Guard, HangLimits
-    from shardwise.doctor.neighbours import Exchange
-    from shardwise.doctor.replicas import ReplicaWatch
-    from shardwise.run import RunDirectory
+    from shardwise.doctor.guard.guard import Guard, HangLimits
+    from shardwise.doctor.guard.neighbours import Exchange
+    from shardwise.doctor.guard.replicas import ReplicaWatch
+    from shardwise.runs import RunDirectory
 
 HANG_AFTER_S = 10.0
 _OPTIONS = (
@@ -45,7 +45,7 @@ def hang_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def settle_hang(options: Mapping[str, Any]) -> HangLimits | None:
     """Return what the options say of hangs; None if they are not looked for."""
-    from shardwise.doctor.guard import HangLimits
+    from shardwise.doctor.guard.guard import HangLimits
 
     after_s = float(options["hang_after"])
     return HangLimits(after_s=after_s, stop=options["on_hang"] == "stop") if after_s else None
@@ -65,7 +65,7 @@ def start_guard(
     """
     if limits is None:
         return []
-    from shardwise.doctor.guard import Guard
+    from shardwise.doctor.guard.guard import Guard
 
     guard = Guard(run, limits, say, exchange)
     guard.follow(ranks)

@@ -10,19 +10,19 @@ from shardwise.engines.available import require_engine
 from shardwise.errors import InputError, JobError, ShardwiseError
 from shardwise.job.engine import engine_of
 from shardwise.parallel.support import require_supported
-from shardwise.plan import MLX, Device, searching, settle
-from shardwise.record.deterministic import be_deterministic
-from shardwise.run import RunDirectory, create_run
-from shardwise.run.console import complain
-from shardwise.run.failure import describe_failure, write_failure
+from shardwise.planner.settle import MLX, Device, searching, settle
+from shardwise.recorder.deterministic import be_deterministic
+from shardwise.runs import RunDirectory, create_run
+from shardwise.runs.console import complain
+from shardwise.runs.failure import describe_failure, write_failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from shardwise.dist import World
     from shardwise.job import Job, JobReference
-    from shardwise.plan import Plan
-    from shardwise.world import World
+    from shardwise.plans import Plan
 
 T = TypeVar("T")
 
@@ -39,8 +39,8 @@ def train_in_world(
     device: str | None,
 ) -> None:
     """Train in the world this process was started in, as `told` by the options; communicates over it, on every rank."""
-    from shardwise.train.train import train
-    from shardwise.world import world
+    from shardwise.dist import world
+    from shardwise.training.train import train
 
     if told["deterministic"]:
         be_deterministic(seed=None)
@@ -116,7 +116,7 @@ def write_run_inputs(run: RunDirectory, reference: JobReference, plan: Plan) -> 
     """Write down what will run: the job's reference and the resolved plan."""
     import msgspec
 
-    from shardwise.plan.toml import plan_to_toml
+    from shardwise.plans.toml import plan_to_toml
 
     run.job.write_bytes(msgspec.json.format(msgspec.json.encode(reference), indent=1))
     run.plan.write_text(plan_to_toml(plan))

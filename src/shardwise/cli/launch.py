@@ -11,17 +11,17 @@ import click
 from shardwise.cli.equality_options import equality_options, start_replica_watch
 from shardwise.cli.hang_options import close_guards, hang_options, start_guard
 from shardwise.cli.node_options import node_options
-from shardwise.run.console import complain, say
-from shardwise.run.exitcodes import INTERRUPTED, JOB_FAILED
+from shardwise.runs.console import complain, say
+from shardwise.runs.exitcodes import INTERRUPTED, JOB_FAILED
 
 if TYPE_CHECKING:
     from shardwise.cli.launch_plan import SettledLaunch
     from shardwise.cli.tee import Tee
-    from shardwise.doctor.guard import Guard
-    from shardwise.doctor.replicas import ReplicaWatch
-    from shardwise.launch import Launched
-    from shardwise.launch.starters import ForkStarter
-    from shardwise.run import RunDirectory
+    from shardwise.doctor.guard.guard import Guard
+    from shardwise.doctor.guard.replicas import ReplicaWatch
+    from shardwise.launcher.local.attempts import Launched
+    from shardwise.launcher.local.starters import ForkStarter
+    from shardwise.runs import RunDirectory
 
 
 @click.command(
@@ -80,8 +80,9 @@ def command(*, script: str, arguments: tuple[str, ...], log_dir: Path | None, dr
     from shardwise.cli.node_words import describe
     from shardwise.cli.presets import tell_effects, tell_preset
     from shardwise.cli.slurm import start_by_slurm
-    from shardwise.launch import GiveUp, explain_outcome
-    from shardwise.launch.processes import become_reaper, kill_descendants
+    from shardwise.launcher.explain import explain_outcome
+    from shardwise.launcher.local.processes import become_reaper, kill_descendants
+    from shardwise.launcher.policy import GiveUp
 
     tell_preset(options["preset"])  # first: an unknown one is refused here, not on every machine
     elsewhere = start_elsewhere(grace_s=options["shutdown_timeout"], dry_run=dry_run)
@@ -119,8 +120,8 @@ def _launch(
 ) -> tuple[Launched, RunDirectory, list[Guard | ReplicaWatch], Tee]:
     """Run it on this machine, or on this and others; return how it ended, where that is written, and who looked on."""
     from shardwise.cli.tee import Tee
-    from shardwise.launch import launch
-    from shardwise.run import create_run, share_run
+    from shardwise.launcher.local.attempts import launch
+    from shardwise.runs import create_run, share_run
 
     spec = settled.spec
     guards: list[Guard | ReplicaWatch]
@@ -132,8 +133,8 @@ def _launch(
         launched = launch(spec, run, observers=[tee, *guards], note=complain, warm=warm)
         return launched, run, guards, tee
 
-    from shardwise.launch.nodes import join_run, node_facts
-    from shardwise.launch.rounds import launch_nodes
+    from shardwise.launcher.nodes.node import join_run, node_facts
+    from shardwise.launcher.nodes.rounds import launch_nodes
 
     facts = node_facts(settled.nodes, shlex.join(spec.target.words()))
 
@@ -161,7 +162,7 @@ def _launch(
 def _join(nproc: int, idle_s: float) -> ForkStarter | None:
     from shardwise.environment import base_environment
     from shardwise.hardware import usable_cores
-    from shardwise.launch.warm import join_warm_server
+    from shardwise.launcher.local.warm import join_warm_server
 
     environ = base_environment(local_world_size=nproc, cores=usable_cores())
     return join_warm_server(environ, idle_s=idle_s, note=complain)
@@ -171,7 +172,7 @@ def _show_warm_servers(context: click.Context, verb: str | None) -> None:
     if verb is None or context.resilient_parsing:
         return
     from shardwise.environment import base_environment
-    from shardwise.launch.warm import warm_servers
+    from shardwise.launcher.local.warm import warm_servers
 
     found = warm_servers(base_environment(local_world_size=1), stop=verb == "stop")
     for server in found:

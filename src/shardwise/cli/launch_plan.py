@@ -14,16 +14,16 @@ from shardwise.cli.presets import settle_preset
 from shardwise.environment import profiler
 from shardwise.errors import LaunchError
 from shardwise.hardware import probe_gpus, usable_cores
-from shardwise.launch import LaunchSpec, Module, Program, Script, Target
-from shardwise.launch.options import Shown, read_nproc, read_port, shown
-from shardwise.launch.target import check_target
+from shardwise.launcher.local.attempts import LaunchSpec
+from shardwise.launcher.local.target import Module, Program, Script, Target, check_target
+from shardwise.launcher.options import Shown, read_nproc, read_port, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardwise.doctor.guard import HangLimits
-    from shardwise.doctor.replicas import ReplicaLimits
-    from shardwise.launch.nodes import NodesSpec
+    from shardwise.doctor.guard.guard import HangLimits
+    from shardwise.doctor.guard.replicas import ReplicaLimits
+    from shardwise.launcher.nodes.node import NodesSpec
 
 _DDP = frozenset({"DistributedDataParallel", "DDP"})
 _DYNAMO_USERS = _DDP | {"fully_shard", "FullyShardedDataParallel", "compile"}

@@ -12,8 +12,8 @@ from shardwise.cli.lazy import LazyGroup
 from shardwise.cli.one_voice import end, with_job_file
 from shardwise.cli.set_keys import unknown_option
 from shardwise.errors import ShardwiseError, with_code
-from shardwise.run.console import say
-from shardwise.run.exitcodes import BAD_INPUT, INTERRUPTED
+from shardwise.runs.console import say
+from shardwise.runs.exitcodes import BAD_INPUT, INTERRUPTED
 
 VERBS = {
     "plan": "What fits, what it costs, what to choose and why.",

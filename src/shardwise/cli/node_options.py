@@ -10,14 +10,14 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from shardwise.launch.nodes import NodesSpec
+    from shardwise.launcher.nodes.node import NodesSpec
 
 Command = TypeVar("Command", bound="Callable[..., Any]")
 
 
 def _checked_slurm(text: str | None) -> str | None:
     """Refuse what cannot be read at once: a script's name in its place would be missed as the script otherwise."""
-    from shardwise.launch.slurm import read_directives
+    from shardwise.launcher.slurm import read_directives
 
     if text is not None:
         read_directives(text)
@@ -56,8 +56,8 @@ def settle_nodes(options: Mapping[str, Any]) -> NodesSpec | None:
     """Read torchrun's options about nodes, or SLURM's variables; None when they mean this machine alone."""
     from shardwise.cli.slurm import implied_nodes
     from shardwise.environment import run_secret
-    from shardwise.launch.nodes import NodesSpec
-    from shardwise.launch.options import check_nodes, read_endpoint, read_nodes, read_rdzv_conf
+    from shardwise.launcher.nodes.node import NodesSpec
+    from shardwise.launcher.options import check_nodes, read_endpoint, read_nodes, read_rdzv_conf
 
     options = {**options, **implied_nodes()}
     least, most = read_nodes(options["nnodes"])

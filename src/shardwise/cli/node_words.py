@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardwise.cli.launch_plan import SettledLaunch
-    from shardwise.launch.nodes import NodesSpec
+    from shardwise.launcher.nodes.node import NodesSpec
 
 _ABOUT_NODES = frozenset(
     {

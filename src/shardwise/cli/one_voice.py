@@ -8,8 +8,8 @@ import time
 
 from shardwise.environment import MPI_STARTERS, Identity, identify
 from shardwise.errors import EnvironmentVariablesError
-from shardwise.run.console import complain
-from shardwise.run.exitcodes import BAD_INPUT
+from shardwise.runs.console import complain
+from shardwise.runs.exitcodes import BAD_INPUT
 
 _PATIENCE_S = 10.0
 """How much later than the others rank 0 may come to the same end: ranks that share few cores import one by one."""

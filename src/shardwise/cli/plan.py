@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.run.console import complain, say
-from shardwise.run.exitcodes import CHECK_FAILED, DONE
+from shardwise.runs.console import complain, say
+from shardwise.runs.exitcodes import CHECK_FAILED, DONE
 
 if TYPE_CHECKING:
     from shardwise.hardware.machine import Cluster
-    from shardwise.plan.choose.deepspeed import Form
-    from shardwise.plan.choose.search import Answer, Question
-    from shardwise.plan.choose.subject import Subject
-    from shardwise.plan.plan import Plan
+    from shardwise.planner.search.deepspeed import Form
+    from shardwise.planner.search.search import Answer, Question
+    from shardwise.planner.search.subject import Subject
+    from shardwise.plans.plan import Plan
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -72,7 +72,7 @@ def command(
 ) -> int:
     """Choose a plan for a published MODEL, or for the Job in JOB.py, on a cluster."""
     from shardwise.hardware.cluster import parse_cluster
-    from shardwise.plan.choose.search import search
+    from shardwise.planner.search.search import search
 
     _check_folders({"--out": out, "--picture": picture, "--to-deepspeed": to_json})
     if _translated(model, out, to_json, from_json, nproc=nproc, batch_size=batch_size, precision=precision):
@@ -103,7 +103,7 @@ def command(
 
 
 def _forms(question: Question) -> tuple[Form, ...]:
-    from shardwise.plan.choose.deepspeed import deepspeed_forms
+    from shardwise.planner.search.deepspeed import deepspeed_forms
 
     return deepspeed_forms(question)
 
@@ -113,7 +113,7 @@ def _present(answer: Answer, forms: tuple[Form, ...], subject: Subject, *, every
     if as_json:
         import msgspec
 
-        from shardwise.plan.choose.report import answer_data
+        from shardwise.planner.search.report import answer_data
 
         data = answer_data(answer, forms, every=every)
         say(msgspec.json.format(msgspec.json.encode(data), indent=1).decode())
@@ -125,7 +125,7 @@ def _present(answer: Answer, forms: tuple[Form, ...], subject: Subject, *, every
 
 def _best(answer: Answer, forms: tuple[Form, ...]) -> Plan | None:
     """Return the plan to take with the engine that was asked for; None where none fits."""
-    from shardwise.plan.choose.deepspeed import choose_form
+    from shardwise.planner.search.deepspeed import choose_form
 
     if not forms:
         return answer.best.plan if answer.best else None
@@ -146,7 +146,7 @@ def _translated(
     """Whether it was a plan file or a DeepSpeed JSON to be written as the other, with nothing to search."""
     from shardwise.cli.plan_deepspeed import read_deepspeed, write_deepspeed
     from shardwise.errors import InputError
-    from shardwise.plan.toml import read_plan
+    from shardwise.plans.toml import read_plan
 
     if from_json is None and nproc is not None:
         raise InputError("--nproc is for --from-deepspeed", code="cli.option-not-applicable", fix="give --cluster")
@@ -224,7 +224,7 @@ def _subject(
     from shardwise.cli.describe import describe_job, job_rules
     from shardwise.errors import InputError
     from shardwise.parallel.support import require_supported
-    from shardwise.plan.choose.subject import job_subject, published_subject
+    from shardwise.planner.search.subject import job_subject, published_subject
 
     if ".py" not in model:
         return published_subject(
@@ -265,7 +265,7 @@ def _subject(
 
 def _question(subject: Subject, cluster: Cluster) -> Question:
     from shardwise.hardware.calibration_file import calibration_for
-    from shardwise.plan.choose.search import Question
+    from shardwise.planner.search.search import Question
 
     return Question(
         model=subject.model,
@@ -279,9 +279,9 @@ def _question(subject: Subject, cluster: Cluster) -> Question:
 
 
 def _draw(answer: Answer, path: Path) -> None:
-    from shardwise.plan.choose.picture import draw
-    from shardwise.plan.cost.time import TimeModel
-    from shardwise.plan.cost.timeline import timeline
+    from shardwise.planner.cost.time import TimeModel
+    from shardwise.planner.cost.timeline import timeline
+    from shardwise.planner.search.picture import draw
 
     question, best = answer.question, answer.best
     times = TimeModel(question.cluster, question.calibration, optimizer=question.optimizer)
@@ -292,7 +292,7 @@ def _draw(answer: Answer, path: Path) -> None:
 
 def _explain_nothing(question: Question, *, fixed: bool) -> None:
     """Say that nothing fits, and what would."""
-    from shardwise.plan.choose.explain import room_in_words, smallest_cluster
+    from shardwise.planner.search.explain import room_in_words, smallest_cluster
 
     found = smallest_cluster(question, question.batch_size if fixed else None)
     name, cluster = question.model.plain.name, question.cluster
@@ -305,7 +305,7 @@ def _explain_nothing(question: Question, *, fixed: bool) -> None:
 
 
 def _write(plan: Plan, answer: Answer, subject: Subject, path: Path) -> None:
-    from shardwise.plan.toml import plan_to_toml
+    from shardwise.plans.toml import plan_to_toml
 
     source = f"shardwise plan {answer.question.model.plain.name} on {answer.question.cluster.describe()}"
     sources = {"layout": source, "precision": subject.precision_source}

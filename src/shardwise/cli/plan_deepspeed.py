@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardwise.run.console import complain, say
+from shardwise.runs.console import complain, say
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shardwise.plan.choose.search import Answer
-    from shardwise.plan.plan import DType, Plan
+    from shardwise.planner.search.search import Answer
+    from shardwise.plans.plan import DType, Plan
 
 
 def read_deepspeed(
@@ -18,7 +18,7 @@ def read_deepspeed(
 ) -> None:
     """Write the plan that a DeepSpeed JSON describes to `out` or standard output, and say what it does not hold."""
     from shardwise.engines.deepspeed.from_json import read_json
-    from shardwise.plan.toml import plan_to_toml
+    from shardwise.plans.toml import plan_to_toml
 
     reading = read_json(path, num_ranks=num_ranks, batch_size=batch_size, precision=precision)
     text = plan_to_toml(reading.plan)

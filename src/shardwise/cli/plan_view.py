@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.plan.choose.deepspeed import beside_native, choose_form, form_reason
-from shardwise.plan.choose.explain import (
+from shardwise.planner.search.deepspeed import beside_native, choose_form, form_reason
+from shardwise.planner.search.explain import (
     decision_path,
     in_gb,
     in_numbers,
@@ -17,20 +17,20 @@ from shardwise.plan.choose.explain import (
     reason,
     room_in_words,
 )
-from shardwise.plan.choose.families import FAMILIES
-from shardwise.plan.choose.gains import ROUND, capture_gain, compile_gain, rounds_gain
-from shardwise.plan.choose.search import Candidate
-from shardwise.run.console import say
+from shardwise.planner.search.families import FAMILIES
+from shardwise.planner.search.gains import ROUND, capture_gain, compile_gain, rounds_gain
+from shardwise.planner.search.search import Candidate
+from shardwise.runs.console import say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from shardwise.plan.choose.deepspeed import Form
-    from shardwise.plan.choose.search import Answer
-    from shardwise.plan.choose.subject import Subject
-    from shardwise.plan.cost.memory import Memory
-    from shardwise.plan.cost.time import Time
-    from shardwise.plan.plan import Plan
+    from shardwise.planner.cost.memory import Memory
+    from shardwise.planner.cost.time import Time
+    from shardwise.planner.search.deepspeed import Form
+    from shardwise.planner.search.search import Answer
+    from shardwise.planner.search.subject import Subject
+    from shardwise.plans.plan import Plan
 
 
 def show_answer(answer: Answer, forms: Sequence[Form], subject: Subject, *, every: bool) -> None:

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 from shardwise.doctor.catalogue import find_preset
 from shardwise.doctor.env_rules import CERTAIN, Surroundings
-from shardwise.doctor.nccl_log import effects, read_nccl_log
+from shardwise.doctor.run.nccl_log import effects, read_nccl_log
 from shardwise.environment import variables
 from shardwise.errors import LaunchError
 from shardwise.hardware import usable_cores
-from shardwise.run.console import complain
+from shardwise.runs.console import complain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardwise.doctor.check import Verdict
-    from shardwise.run import RunDirectory
+    from shardwise.runs import RunDirectory
 
 
 def preset_variables(name: str | None) -> dict[str, str]:

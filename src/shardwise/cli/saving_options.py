@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from shardwise.errors import InputError
-from shardwise.run.keep import GRAMMAR, parse_keep
+from shardwise.runs.keep import GRAMMAR, parse_keep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -17,7 +17,7 @@ def set_keys() -> frozenset[str]:
     from shardwise.job import Job, Lora
     from shardwise.job.optimizers import SGD, AdamW
     from shardwise.job.schedules import Constant, Cosine, Linear
-    from shardwise.plan import Plan
+    from shardwise.plans import Plan
 
     sections: list[tuple[str, Any]] = [("", Job), ("", Plan), ("lora.", Lora)]
     sections += [("optimizer.", kind) for kind in (AdamW, SGD)]

@@ -10,7 +10,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from shardwise.run.console import complain
+from shardwise.runs.console import complain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     import click
 
-    from shardwise.run import RunDirectory
-    from shardwise.watch.sinks import SinkSpec
+    from shardwise.monitor.sinks import SinkSpec
+    from shardwise.runs import RunDirectory
 
 HELP = "tensorboard:DIR, wandb:PROJECT or mlflow:EXPERIMENT"
 PATIENCE_S = 10.0
@@ -30,7 +30,7 @@ _NICENESS = 10
 
 def checked_sinks(_context: click.Context, _option: click.Parameter, texts: Any) -> Any:
     """Read what was given to --sink, once or many times; refuse what cannot work before anything starts."""
-    from shardwise.watch.sinks import parse_sink
+    from shardwise.monitor.sinks import parse_sink
 
     if isinstance(texts, tuple):
         return tuple(parse_sink(text) for text in texts)

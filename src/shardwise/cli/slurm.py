@@ -17,18 +17,18 @@ from click.core import ParameterSource
 from shardwise.cli.node_words import launch_words
 from shardwise.environment import variables
 from shardwise.errors import LaunchError
-from shardwise.launch.options import read_nodes
-from shardwise.launch.slurm import BatchSpec, batch_script, read_directives, settle_nproc, srun_words
-from shardwise.launch.slurm_job import is_step, nodes_of_allocation, nodes_of_step, num_tasks
-from shardwise.launch.slurm_submit import require_slurm, submit
-from shardwise.run import create_run
-from shardwise.run.console import complain, say
-from shardwise.run.exitcodes import PREEMPTED
+from shardwise.launcher.options import read_nodes
+from shardwise.launcher.slurm import BatchSpec, batch_script, read_directives, settle_nproc, srun_words
+from shardwise.launcher.slurm_job import is_step, nodes_of_allocation, nodes_of_step, num_tasks
+from shardwise.launcher.slurm_submit import require_slurm, submit
+from shardwise.runs import create_run
+from shardwise.runs.console import complain, say
+from shardwise.runs.exitcodes import PREEMPTED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardwise.run import RunDirectory
+    from shardwise.runs import RunDirectory
 
 _NPROC = ("nproc_per_node", "nproc")
 """Ranks per node, as launch and train call the parameter."""

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shardwise.run.console import say
+from shardwise.runs.console import say
 
 if TYPE_CHECKING:
-    from shardwise.run import RunDirectory
+    from shardwise.runs import RunDirectory
 
 
 def summarise(run: RunDirectory) -> None:

@@ -7,11 +7,11 @@ import sys
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING
 
-from shardwise.run import Tail
+from shardwise.runs import Tail
 
 if TYPE_CHECKING:
-    from shardwise.launch.options import Shown
-    from shardwise.run import RunDirectory
+    from shardwise.launcher.options import Shown
+    from shardwise.runs import RunDirectory
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from shardwise.cli.sinks import HELP, checked_sinks
 from shardwise.cli.summary import summarise
 from shardwise.environment import MPI_STARTERS
 from shardwise.errors import LaunchError, with_code
-from shardwise.run.console import complain
-from shardwise.run.exitcodes import BAD_INPUT, DONE, INTERRUPTED, JOB_FAILED, PREEMPTED
-from shardwise.run.failure import NOT_SAVED
+from shardwise.runs.console import complain
+from shardwise.runs.exitcodes import BAD_INPUT, DONE, INTERRUPTED, JOB_FAILED, PREEMPTED
+from shardwise.runs.failure import NOT_SAVED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,10 +31,11 @@ if TYPE_CHECKING:
     from shardwise.environment import Identity
     from shardwise.job import Job, JobReference
     from shardwise.job.engine import MadeFor
-    from shardwise.launch import Launched
-    from shardwise.plan import Device, Plan
-    from shardwise.run import RunDirectory
-    from shardwise.watch.sinks import SinkSpec
+    from shardwise.launcher.local.attempts import Launched
+    from shardwise.monitor.sinks import SinkSpec
+    from shardwise.planner.settle import Device
+    from shardwise.plans import Plan
+    from shardwise.runs import RunDirectory
 
 
 @click.command(
@@ -85,8 +86,8 @@ def command(
     from shardwise.environment import identify
     from shardwise.job import load_job
     from shardwise.job.engine import engine_of
-    from shardwise.launch import LaunchSpec
-    from shardwise.run import create_run
+    from shardwise.launcher.local.attempts import LaunchSpec
+    from shardwise.runs import create_run
 
     started_at = time.time()
     tell_preset(more["preset"])  # first: an unknown one is refused here, not on every machine
@@ -169,7 +170,7 @@ def split_settings(job: str, settings: tuple[str, ...]) -> tuple[JobReference, d
     from shardwise.errors import InputError
     from shardwise.job import Job, refer
     from shardwise.job.overrides import parse_overrides
-    from shardwise.plan import Plan
+    from shardwise.plans import Plan
 
     job_fields = {field.name for field in dataclasses.fields(Job)}
     plan_fields = {field.name for field in dataclasses.fields(Plan)} - {"version", "sources"}
@@ -186,7 +187,7 @@ def split_settings(job: str, settings: tuple[str, ...]) -> tuple[JobReference, d
 def this_device(asked: str | None, nproc: int, made_for: MadeFor = "torch") -> Device:
     """Find out what settling must know of the GPUs, without touching CUDA; MLX finds its device by itself."""
     from shardwise.hardware import probe_gpus
-    from shardwise.plan import MLX, Device
+    from shardwise.planner.settle import MLX, Device
 
     if made_for == "mlx":
         if asked == "cuda":
@@ -214,7 +215,7 @@ def this_device(asked: str | None, nproc: int, made_for: MadeFor = "torch") -> D
 
 def _settle(job: Job, spec: str, nproc: int, device: Device, overrides: dict[str, str]) -> Plan:
     from shardwise.cli.describe import describe_job, job_rules
-    from shardwise.plan import searching, settle
+    from shardwise.planner.settle import searching, settle
 
     return settle(
         spec,
@@ -236,7 +237,7 @@ def _check(job: Job, plan: Plan) -> None:
     layout = plan.layout
     cuts = layout.tp > 1 or layout.pp > 1 or layout.cp > 1
     if cuts or plan.fused_loss or plan.capture != "none" or job.lora is not None:
-        from shardwise.train.preflight import check_model
+        from shardwise.training.preflight import check_model
 
         check_model(job, plan)
 
@@ -261,7 +262,7 @@ def _ranks(plan: Plan, device: Device, nproc: int, options: Mapping[str, Any]) -
 def _launch(order: dict[str, object], run: RunDirectory, ranks: RanksSpec) -> Launched:
     """Start the ranks with their order, and show what they do until they end."""
     from shardwise.cli.follow import following
-    from shardwise.launch import launch
+    from shardwise.launcher.local.attempts import launch
 
     with following(run, ranks.sinks) as [follower]:
         guards = start_guard(run, ranks.hang, range(ranks.nproc), say=follower.line)
@@ -272,7 +273,8 @@ def _conclude(ranks: RanksSpec, launched: Launched, run: RunDirectory, *, is_fir
     """Say how it ended; a run that was refused before its first step leaves nothing behind."""
     from shardwise.cli.node_words import resume_words
     from shardwise.cli.presets import tell_effects
-    from shardwise.launch import Finish, explain_outcome, root_cause
+    from shardwise.launcher.explain import explain_outcome
+    from shardwise.launcher.policy import Finish, root_cause
 
     tell_effects(ranks.preset, ranks.variables, run)
     outcome = launched.outcome

@@ -13,13 +13,14 @@ from shardwise.cli.follow import following
 from shardwise.cli.hang_options import start_guard
 from shardwise.cli.join import write_run_inputs
 from shardwise.environment import variables as own_variables
-from shardwise.launch import LaunchSpec, Module
-from shardwise.launch.nodes import join_run, node_facts
-from shardwise.launch.rounds import launch_nodes
-from shardwise.plan.toml import plan_to_toml
-from shardwise.record.deterministic import deterministic_variables
-from shardwise.run import create_run, share_run
-from shardwise.run.console import complain
+from shardwise.launcher.local.attempts import LaunchSpec
+from shardwise.launcher.local.target import Module
+from shardwise.launcher.nodes.node import join_run, node_facts
+from shardwise.launcher.nodes.rounds import launch_nodes
+from shardwise.plans.toml import plan_to_toml
+from shardwise.recorder.deterministic import deterministic_variables
+from shardwise.runs import create_run, share_run
+from shardwise.runs.console import complain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,13 +28,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardwise.cli.follow import Follower
-    from shardwise.doctor.guard import HangLimits
+    from shardwise.doctor.guard.guard import HangLimits
     from shardwise.job import JobReference
-    from shardwise.launch import Launched
-    from shardwise.launch.nodes import NodesSpec
-    from shardwise.plan import Plan
-    from shardwise.run import RunDirectory
-    from shardwise.watch.sinks import SinkSpec
+    from shardwise.launcher.local.attempts import Launched
+    from shardwise.launcher.nodes.node import NodesSpec
+    from shardwise.monitor.sinks import SinkSpec
+    from shardwise.plans import Plan
+    from shardwise.runs import RunDirectory
 
 PRELOAD = ("torch", "torch._dynamo")
 """What every rank would import: torch, and what the first DDP brings in (800 modules, 1.5 s)."""

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.run.console import complain, say
+from shardwise.runs.console import complain, say
 
 if TYPE_CHECKING:
-    from shardwise.verify import PlanVerdict, VerifyReport
-    from shardwise.verify.plans import Exact
+    from shardwise.parity import PlanVerdict, VerifyReport
+    from shardwise.parity.plans import Exact
 
 
 @click.command(
@@ -80,9 +80,9 @@ def command(
     """
     from shardwise.cli.train import split_settings
     from shardwise.cli.verify_rules import check_options, propose_rules
-    from shardwise.verify import verify
-    from shardwise.verify.prepare import STEPS
-    from shardwise.verify.report import markdown_table
+    from shardwise.parity import verify
+    from shardwise.parity.prepare import STEPS
+    from shardwise.parity.report import markdown_table
 
     _check_place(markdown)
     reference, of_plans = split_settings(job, settings)
@@ -136,7 +136,7 @@ def _check_place(markdown: Path | None) -> None:
 def _named(plans: str, settings: dict[str, str]) -> list[str] | None:
     """Return the plans that were typed, each with the settings for all of them; None for all there are."""
     from shardwise.errors import InputError
-    from shardwise.verify.plans import parse_plans
+    from shardwise.parity.plans import parse_plans
 
     if plans != "all":
         return ["+".join([name, *(f"{key}={value}" for key, value in settings.items())]) for name in parse_plans(plans)]
@@ -161,7 +161,7 @@ def _show(report: VerifyReport) -> None:
 
     from rich.console import Console
 
-    from shardwise.verify.report import report_table, summary_line
+    from shardwise.parity.report import report_table, summary_line
 
     console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 140)
     console.print(report_table(report))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardwise.run.console import complain, say
+from shardwise.runs.console import complain, say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from shardwise.job import JobReference
-    from shardwise.verify.plans import Exact
-    from shardwise.verify.report import PlanVerdict
+    from shardwise.parity.plans import Exact
+    from shardwise.parity.report import PlanVerdict
 
 
 def propose_rules(
@@ -20,7 +20,7 @@ def propose_rules(
 ) -> int:
     """Propose rules, say them as Python or JSON, write them to `out`, and return the exit code."""
     from shardwise.job.rules_file import rules_to_toml
-    from shardwise.verify.propose import propose
+    from shardwise.parity.propose import propose
 
     found = propose(reference, nproc=nproc, steps=steps, precision=precision, shrink=shrink, on_trial=_tell)
     if out is not None and found.rules:

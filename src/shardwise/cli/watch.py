@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import click
 
 from shardwise.cli.sinks import HELP, checked_sinks
-from shardwise.run.console import say
-from shardwise.run.exitcodes import DONE
+from shardwise.runs.console import say
+from shardwise.runs.exitcodes import DONE
 
 if TYPE_CHECKING:
-    from shardwise.watch.sinks import SinkSpec
-    from shardwise.watch.view import RunView
+    from shardwise.monitor.sinks import SinkSpec
+    from shardwise.monitor.view import RunView
 
 
 @click.command("watch", no_args_is_help=True)
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 )
 def command(*, run: Path, once: bool, web: bool, port: int | None, predict: bool, sink: SinkSpec | None) -> int:
     """Look at the run directory RUN: curves, memory, every rank, what happened; alive while it goes on."""
-    from shardwise.run import RunDirectory
-    from shardwise.watch.predicted import start_predicting
-    from shardwise.watch.terminal import show_live, show_once
-    from shardwise.watch.view import RunView, check_run
+    from shardwise.monitor.predicted import start_predicting
+    from shardwise.monitor.terminal import show_live, show_once
+    from shardwise.monitor.view import RunView, check_run
+    from shardwise.runs import RunDirectory
 
     check_run(run)
     directory = RunDirectory(run)
     if sink is not None:
-        from shardwise.watch.sinks import mirror
+        from shardwise.monitor.sinks import mirror
 
         mirror(directory, sink, say)
         return DONE
@@ -64,7 +64,7 @@ def command(*, run: Path, once: bool, web: bool, port: int | None, predict: bool
 
 def _serve(view: RunView, port: int | None) -> None:
     """Serve the page until an interrupt."""
-    from shardwise.watch.server import page_server
+    from shardwise.monitor.server import page_server
 
     server = page_server(view, port)
     say(f"watching {view.run.path} at {server.url}\nCtrl-C ends the page, not the run")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from shardwise.run.exitcodes import CHECK_FAILED, DONE
+from shardwise.runs.exitcodes import CHECK_FAILED, DONE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

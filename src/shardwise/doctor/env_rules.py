@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.doctor.catalogue import read_catalogue
 from shardwise.doctor.check import Verdict, fail, warn
-from shardwise.doctor.interfaces import nccl_matches
+from shardwise.doctor.machine.interfaces import nccl_matches
 from shardwise.environment import identify, num_threads, visible_cuda_devices
 from shardwise.errors import EnvironmentVariablesError
 

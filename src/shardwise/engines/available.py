@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardwise.plan import Plan
+    from shardwise.plans import Plan
 
 
 def require_engine(plan: Plan) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.models.decoder import Decoder, decoder
 from shardwise.models.encoder_decoder import byt5, t5
 from shardwise.models.resnet import ResNet, resnet18, resnet34, resnet50
-from shardwise.plan.model.sizes import DecoderConfig
+from shardwise.plans.catalogue import DecoderConfig
 
 if TYPE_CHECKING:
     from shardwise.models import mlx as mlx

@@ -7,7 +7,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own custom
 from torch import Tensor, nn
 
 from shardwise.errors import JobError
-from shardwise.plan.model.sizes import DecoderConfig, decoder_config, override
+from shardwise.plans.catalogue import DecoderConfig, decoder_config, override
 
 INIT_STD = 0.02
 """Spread of fresh weights in the GPT-2 recipe; residual projections get it over sqrt(2 x layers)."""

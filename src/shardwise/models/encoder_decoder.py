@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import JobError, MissingExtraError, nearest
-from shardwise.plan.model.sizes import BYT5_COMMON, BYT5_SIZES, T5_COMMON, T5_SIZES
+from shardwise.plans.catalogue import BYT5_COMMON, BYT5_SIZES, T5_COMMON, T5_SIZES
 
 if TYPE_CHECKING:
     from transformers import T5ForConditionalGeneration

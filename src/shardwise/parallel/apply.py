@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from shardwise.parallel.blueprint import Blueprint
     from shardwise.parallel.place import Place
-    from shardwise.plan import Plan
+    from shardwise.plans import Plan
 
 
 def norm_batches(module: nn.Module, plan: Plan, place: Place, _: Blueprint) -> nn.Module:

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersg
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
-    from shardwise.plan import Communication
+    from shardwise.plans import Communication
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _POWERSGD_START = 10

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from shardwise.parallel.optimizer import Optimized
-    from shardwise.plan import Plan
+    from shardwise.plans import Plan
 
 _STEPS = 2
 """A teacher that starts as a copy of its student changes in the second step only."""

@@ -10,7 +10,7 @@ from shardwise.parallel.sharded import DTYPES
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from shardwise.plan import Plan
+    from shardwise.plans import Plan
 
 
 def check_dtypes(module: nn.Module, plan: Plan, *, adapted: bool) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from shardwise.parallel.gradsync import GradSync
     from shardwise.parallel.place import Place
-    from shardwise.plan import Communication, Plan
+    from shardwise.plans import Communication, Plan
 
 
 class OuterSync:

@@ -14,12 +14,12 @@ from torch import nn
 
 from shardwise.errors import JobError
 from shardwise.parallel.module_state import accumulation_hooks, has_hooks, second_references
-from shardwise.plan.cost.stages import SPLIT_BACKWARD
+from shardwise.planner.cost.stages import SPLIT_BACKWARD
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from shardwise.plan import Plan
+    from shardwise.plans import Plan
 
 Attributes = dict[str, dict[str, Any]]
 """Attributes of parameters by the parameter's name."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from shardwise.errors import JobError
-from shardwise.record.fingerprint import fingerprints
+from shardwise.recorder.fingerprint import fingerprints
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import nn
 
-    from shardwise.plan import Communication
+    from shardwise.plans import Communication
 
 
 def replicate(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shardwise.plan import Plan
+    from shardwise.plans import Plan
 
 LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, **LOWER}

@@ -8,10 +8,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from shardwise.errors import PlanError
-from shardwise.plan.cost.stages import CHUNKS, LOOPED, SPLIT_BACKWARD, VEE, even_bounds, stages_per_rank
+from shardwise.planner.cost.stages import CHUNKS, LOOPED, SPLIT_BACKWARD, VEE, even_bounds, stages_per_rank
 
 if TYPE_CHECKING:
-    from shardwise.plan import Plan
+    from shardwise.plans import Plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,11 @@ from shardwise.parallel.stage_plan import check_pipeline
 from shardwise.parallel.support_deepspeed import check_deepspeed
 from shardwise.parallel.support_mlx import check_mlx
 from shardwise.parallel.support_rounds import check_rounds
-from shardwise.plan.cost.holdings import uses_ddp
+from shardwise.planner.cost.holdings import uses_ddp
 from shardwise.versions import package_version
 
 if TYPE_CHECKING:
-    from shardwise.plan import Plan
+    from shardwise.plans import Plan
 
 __all__ = ["require_supported", "uses_ddp"]
 

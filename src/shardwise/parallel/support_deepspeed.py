@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardwise.errors import PlanError
 
 if TYPE_CHECKING:
-    from shardwise.plan import Plan
+    from shardwise.plans import Plan
 
 _NATIVE = "--set engine=torch"
 

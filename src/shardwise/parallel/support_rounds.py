@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardwise.errors import PlanError
 
 if TYPE_CHECKING:
-    from shardwise.plan import Plan
+    from shardwise.plans import Plan
 
 
 def check_rounds(plan: Plan) -> None:

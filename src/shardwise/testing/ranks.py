@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.launch import run_forked
-from shardwise.world import local_world
+from shardwise.dist import local_world
+from shardwise.launcher.local.fork import run_forked
 
 if TYPE_CHECKING:
     from collections.abc import Callable

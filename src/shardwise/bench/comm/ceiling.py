@@ -14,7 +14,7 @@ from shardwise.errors import HardwareError
 from shardwise.hardware.cluster import this_machine
 
 if TYPE_CHECKING:
-    from shardwise.world import World
+    from shardwise.dist import World
 
 STREAMED = 32 << 20
 """Bytes that every rank sends to the next in one trial."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardwise.bench.comm.collectives import Collective
-    from shardwise.world.stores import Store
+    from shardwise.dist.stores import Store
 
 PERIOD = 251
 """Elements after which inputs repeat: a prime, so that no piece cut at a round number looks like its neighbour."""

@@ -11,7 +11,7 @@ from shardwise.hardware.memory import available_memory
 
 if TYPE_CHECKING:
     from shardwise.bench.comm.spec import CommSpec
-    from shardwise.world import World
+    from shardwise.dist import World
 
 _STAGED = 2
 """What gloo holds in host memory of tensors on a GPU: a copy of what is sent and one of what is received."""

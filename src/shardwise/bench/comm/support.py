@@ -11,15 +11,15 @@ from shardwise.bench.comm.bus_bandwidth import KINDS, OPERATIONS, TYPES
 from shardwise.bench.comm.check import count_wrong
 from shardwise.bench.comm.collectives import CollectiveSpec, prepare
 from shardwise.bench.comm.result import Check
+from shardwise.dist.world import running_group
 from shardwise.errors import InputError
-from shardwise.world.world import running_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from shardwise.bench.comm.spec import CommSpec
-    from shardwise.world import World
-    from shardwise.world.stores import Store
+    from shardwise.dist import World
+    from shardwise.dist.stores import Store
 
 CHECKED_BYTES = 4096
 """Of every check: more than one period of inputs on each of a few ranks."""

@@ -21,18 +21,18 @@ from shardwise.bench.comm.support import check_all, refuse_missing
 from shardwise.bench.measure import slowest, time_collective
 from shardwise.bench.places import rank_device
 from shardwise.bench.report.facts import machine_facts
+from shardwise.dist import world as open_world
+from shardwise.dist.stores import PrefixStore
+from shardwise.dist.world import running_group
 from shardwise.errors import InputError
-from shardwise.world import world as open_world
-from shardwise.world.stores import PrefixStore
-from shardwise.world.world import running_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from shardwise.bench.comm.result import Check, Row
     from shardwise.bench.comm.spec import CommSpec
-    from shardwise.world import World
-    from shardwise.world.stores import Store
+    from shardwise.dist import World
+    from shardwise.dist.stores import Store
 
 _MOST_CELL_S = 0.5
 """That one cell is given, however few there are."""

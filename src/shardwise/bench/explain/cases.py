@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardwise.world import World
+    from shardwise.dist import World
 
     Run = Callable[[World, str], tuple[Any, Any]]
 

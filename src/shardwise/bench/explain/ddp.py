@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from shardwise.world import World
+    from shardwise.dist import World
 
 RATE = 0.1
 _SMALL_BUCKET_MB = 1e-5

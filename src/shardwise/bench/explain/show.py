@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 from shardwise.bench.explain.cases import CASES
 from shardwise.bench.explain.ddp import RATE, record_step
 from shardwise.bench.places import rank_device
+from shardwise.dist import world as open_world
 from shardwise.errors import InputError, nearest
-from shardwise.world import world as open_world
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from shardwise.bench.explain.cases import Case
     from shardwise.bench.explain.ddp import StepRecord
-    from shardwise.world import World
+    from shardwise.dist import World
 
 DDP = "ddp"
 ALL = "all"

@@ -13,10 +13,10 @@ from shardwise.bench.p2p.verdict import find_slow
 from shardwise.bench.p2p.ways import WAYS
 from shardwise.bench.places import rank_device
 from shardwise.bench.timing import Timing, wait_for
+from shardwise.dist import world as open_world
+from shardwise.dist.world import running_group
 from shardwise.errors import InputError
 from shardwise.hardware.memory import available_memory
-from shardwise.world import world as open_world
-from shardwise.world.world import running_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardwise.bench.p2p.ways import Way
-    from shardwise.world import World
+    from shardwise.dist import World
 
 WINDOW = 4
 """Large messages sent before the target answers: enough that several are under way where the manner allows it."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardwise.world import World
+    from shardwise.dist import World
 
     Move = Callable[[Sequence[Tensor], int, dist.ProcessGroup], None]
 

@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.bench.report.axes import Axis, axis_over, has_place, in_bytes, in_digits
-from shardwise.plan.choose.picture import COLOURS
+from shardwise.planner.search.picture import COLOURS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,7 +12,7 @@ from shardwise.bench.report.axes import in_digits
 from shardwise.bench.report.draw import NARROW, WIDE, colours_of, draw_bars, draw_plot
 from shardwise.bench.report.findings import Bars, Heat, Plot, Table
 from shardwise.bench.report.style import STYLE
-from shardwise.plan.choose.picture import COLOURS
+from shardwise.planner.search.picture import COLOURS
 
 if TYPE_CHECKING:
     from shardwise.bench.report.findings import Findings, Section

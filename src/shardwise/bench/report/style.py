@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.plan.choose.picture import COLOURS
+from shardwise.planner.search.picture import COLOURS
 
 STYLE = (
     """

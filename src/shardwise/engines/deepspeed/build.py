@@ -23,8 +23,8 @@ from shardwise.parallel.optimizer import Optimized
 from shardwise.parallel.parameter_rules import attributes_of, restore_attributes
 from shardwise.parallel.sharded import LOWER
 from shardwise.parallel.weights import fill_buffers, fill_parameters
-from shardwise.plan.cost.deepspeed import deepspeed_stage
-from shardwise.step.step import Autocast, StepParts
+from shardwise.planner.cost.deepspeed import deepspeed_stage
+from shardwise.training.step.step import Autocast, StepParts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from shardwise.job import Job
     from shardwise.parallel.blueprint import Blueprint
     from shardwise.parallel.place import Place
-    from shardwise.plan import Plan
-    from shardwise.step.step import Surroundings
+    from shardwise.plans import Plan
+    from shardwise.training.step.step import Surroundings
 
 
 def build_deepspeed_step(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import PlanError
-from shardwise.plan.cost.deepspeed import deepspeed_stage
+from shardwise.planner.cost.deepspeed import deepspeed_stage
 
 if TYPE_CHECKING:
-    from shardwise.plan.plan import DType, Plan
+    from shardwise.plans.plan import DType, Plan
 
 MEGABYTE = 1 << 20
 """The plan's unit of bucket sizes, as DDP has it."""

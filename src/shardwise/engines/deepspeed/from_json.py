@@ -19,14 +19,14 @@ from shardwise.engines.deepspeed.json_keys import (
 from shardwise.engines.deepspeed.json_text import parse
 from shardwise.errors import PlanError, nearest
 from shardwise.layout import Layout
-from shardwise.plan.batch import split_batch
-from shardwise.plan.plan import Communication, Offload, Plan, Precision
+from shardwise.plans.batch import split_batch
+from shardwise.plans.plan import Communication, Offload, Plan, Precision
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shardwise.plan.batch import BatchSplit
-    from shardwise.plan.plan import DType
+    from shardwise.plans.batch import BatchSplit
+    from shardwise.plans.plan import DType
 
 AUTO = "auto"
 """What Hugging Face's Trainer fills in by itself."""

@@ -16,7 +16,7 @@ from shardwise.errors import InputError, PlanError
 if TYPE_CHECKING:
     import torch
 
-    from shardwise.plan import Plan
+    from shardwise.plans import Plan
 
 OLDEST = (0, 19)
 """Written against 0.19.8 and its inner names, tried with no other."""

@@ -9,8 +9,8 @@ import torch
 
 from shardwise.errors import JobError
 from shardwise.parallel.gradsync import NoSync
-from shardwise.step.held import Held
-from shardwise.step.plain import PlainStep
+from shardwise.training.step.held import Held
+from shardwise.training.step.plain import PlainStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from shardwise.data.feed import MicroBatch
     from shardwise.engines.deepspeed.holding import Holding
     from shardwise.job import Job
-    from shardwise.step.held import Forms
-    from shardwise.step.step import StepParts
+    from shardwise.training.step.held import Forms
+    from shardwise.training.step.step import StepParts
 
 
 class EngineSync(NoSync):

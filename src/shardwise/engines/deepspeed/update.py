@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.step.update import Updated, not_finite
+from shardwise.training.step.update import Updated, not_finite
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,11 +23,11 @@ from shardwise.job.generators import seed_generators
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shardwise.dist import World
     from shardwise.engines.mlx.batch_norm import BatchNorm
     from shardwise.job import Job
-    from shardwise.plan import Plan
-    from shardwise.step.step import Surroundings
-    from shardwise.world import World
+    from shardwise.plans import Plan
+    from shardwise.training.step.step import Surroundings
 
 _DTYPES = {"fp64": mx.float64, "fp32": mx.float32, "bf16": mx.bfloat16}
 

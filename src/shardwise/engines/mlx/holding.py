@@ -16,7 +16,7 @@ from torch import nn as torch_nn
 from shardwise.engines.mlx.optimizer import assign, read_states, write_states
 from shardwise.job.generators import host_states, seed_generators, set_host_states
 from shardwise.parallel.optimizer import Optimized
-from shardwise.step.held import Held
+from shardwise.training.step.held import Held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shardwise.engines.mlx.functions import Gradients
     from shardwise.engines.mlx.optimizer import Group
     from shardwise.engines.mlx.weights import Origin
-    from shardwise.step.held import Forms
+    from shardwise.training.step.held import Forms
 
 _STREAM = "mlx"
 """By this name checkpoints have the key that MLX draws from."""

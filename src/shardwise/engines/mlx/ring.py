@@ -21,7 +21,7 @@ from shardwise.errors import WorldError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from shardwise.world import World
+    from shardwise.dist import World
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from shardwise.engines.mlx.arrays import to_torch
 from shardwise.engines.mlx.holding import Holding
 from shardwise.engines.mlx.optimizer import set_rates
 from shardwise.errors import some_of
-from shardwise.step.loss_check import refuse_uncounted
-from shardwise.step.step import StepReport
+from shardwise.training.step.loss_check import refuse_uncounted
+from shardwise.training.step.step import StepReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardwise.engines.mlx.functions import Forward, Gradient, Gradients
     from shardwise.engines.mlx.holding import Trained
     from shardwise.job import Job, Metric
-    from shardwise.step.step import Surroundings
+    from shardwise.training.step.step import Surroundings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
-from shardwise.checkpoint.convert_mlx import is_mlx, read_as_saved
+from shardwise.checkpoint.convert.mlx import is_mlx, read_as_saved
 from shardwise.errors import JobError
 from shardwise.parallel.weight_files import open_weights
 

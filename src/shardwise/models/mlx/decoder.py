@@ -9,7 +9,7 @@ from mlx import nn
 
 from shardwise.errors import JobError
 from shardwise.models.decoder import INIT_STD
-from shardwise.plan.model.sizes import DecoderConfig, decoder_config, override
+from shardwise.plans.catalogue import DecoderConfig, decoder_config, override
 
 
 def decoder(name_or_config: str | DecoderConfig, **overrides: object) -> Decoder:

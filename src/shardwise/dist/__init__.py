@@ -1,0 +1,8 @@
+"""Process groups: who this rank is, its device, meshes, sub-groups and teardown; fake worlds for tests."""
+
+from shardwise.dist.fake import fake_world
+from shardwise.dist.local import local_world
+from shardwise.dist.start import world
+from shardwise.dist.world import World
+
+__all__ = ["World", "fake_world", "local_world", "world"]

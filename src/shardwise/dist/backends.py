@@ -1,0 +1,112 @@
+"""Communication backends: which one a device takes, which names exist, which build of torch has them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
+
+from shardwise.errors import MissingExtraError, WorldError, nearest
+from shardwise.engines.mpi.library import GROUP_NAME, shown_backend, torch_backend
+
+if TYPE_CHECKING:
+    import torch
+
+_AVAILABLE = {
+    "nccl": dist.is_nccl_available,
+    "gloo": dist.is_gloo_available,
+    "ucc": dist.is_ucc_available,
+}
+_WHERE = {
+    "nccl": "install a CUDA build of torch, or use backend='gloo'",
+    "gloo": "install a torch built with gloo",
+    "ucc": "use a torch built with UCC (USE_UCC=1); no published wheel has it",
+}
+
+
+def choose_backend(asked: str | None, device: torch.device) -> str:
+    """Return the backend to start on `device`: what was asked if it can work, else nccl on CUDA and gloo elsewhere."""
+    if asked is None:
+        asked = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    name = shown_backend(asked.lower())
+    devices = _per_device(name) if ":" in name else dict.fromkeys(_capability(name), name)
+    for backend in dict.fromkeys(devices.values()):
+        _check_available(backend)
+    if device.type not in devices:
+        raise WorldError(
+            f"backend {name!r} moves tensors of {', '.join(devices)} only, and the device is {device}",
+            code="world.backend-device-mismatch",
+            fix=f"use backend='gloo', or a {next(iter(devices))} device",
+        )
+    return name
+
+
+def default_device(backend: str | None) -> str | None:
+    """Return the device for a world that asks for `backend` and no device: the CPU over mpi; None to look for one."""
+    return "cpu" if backend is not None and shown_backend(backend.lower()) == "mpi" else None
+
+
+def default_timeout_s(backend: str) -> float:
+    """Return torch's own time limit for one operation of `backend`, in seconds."""
+    if backend == "nccl" and default_pg_nccl_timeout is not None:
+        return default_pg_nccl_timeout.total_seconds()
+    return default_pg_timeout.total_seconds()
+
+
+def _per_device(name: str) -> dict[str, str]:
+    devices: dict[str, str] = {}
+    for part in name.split(","):
+        device, colon, backend = part.strip().partition(":")
+        if not (device and colon and backend):
+            raise WorldError(
+                f"backend {name!r} has a part {part!r}",
+                code="world.backend-syntax",
+                fix="write device and backend, such as cpu:gloo,cuda:nccl",
+            )
+        if torch_backend(backend) == GROUP_NAME:
+            raise WorldError(
+                f"backend {name!r} has mpi for {device} alone, which only a torch built with MPI can",
+                code="world.backend-mpi-partial",
+                fix="use backend='mpi' for the whole world, or cpu:gloo",
+            )
+        if device in devices:
+            raise WorldError(
+                f"backend {name!r} names device {device} twice",
+                code="world.backend-device-repeated",
+                fix="name each device once",
+            )
+        if device not in _capability(backend):
+            raise WorldError(
+                f"backend {backend!r} cannot move tensors of {device}",
+                code="world.backend-device-mismatch",
+                fix="write it as cpu:gloo,cuda:nccl",
+            )
+        devices[device] = backend
+    return devices
+
+
+def _capability(backend: str) -> list[str]:
+    """Return the device types whose tensors `backend` moves."""
+    registered = {
+        name: devices
+        for name, devices in dist.Backend.backend_capability.items()
+        if name not in (dist.Backend.FAKE, GROUP_NAME)
+    }
+    if torch_backend(backend) == GROUP_NAME:
+        return ["cpu"]
+    if backend not in registered:
+        raise WorldError(
+            f"there is no backend {backend!r}", code="world.unknown-backend", fix=nearest(backend, registered)
+        )
+    return registered[backend]
+
+
+def _check_available(backend: str) -> None:
+    if torch_backend(backend) == GROUP_NAME and find_spec("mpi4py") is None:
+        raise MissingExtraError.of("backend 'mpi' with this torch", "mpi")
+    if backend in _AVAILABLE and not _AVAILABLE[backend]():
+        raise WorldError(
+            f"the installed torch has no backend {backend!r}", code="world.backend-not-available", fix=_WHERE[backend]
+        )

@@ -1,0 +1,52 @@
+"""Fake worlds of any size in one process: meshes and shapes of a big job, without its ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from shardwise.environment import Identity
+from shardwise.errors import WorldError
+from shardwise.dist.backends import default_timeout_s
+from shardwise.dist.world import World
+
+if TYPE_CHECKING:
+    from shardwise.dist.stores import Store
+
+
+def fake_world(size: int, rank: int = 0, device: str = "cpu") -> World:
+    """Return `rank` of a world of `size` whose collectives return at once and move nothing."""
+    if dist.is_initialized():
+        raise WorldError(
+            "a process group is already running", code="world.already-running", fix="close it before a fake world"
+        )
+    if not 0 <= rank < size:
+        raise WorldError(
+            f"rank {rank} is outside a fake world of {size}", code="world.rank-out-of-range", fix="use 0 to size - 1"
+        )
+    store = _fake_store()
+    dist.init_process_group("fake", store=store, rank=rank, world_size=size)
+    identity = Identity(rank=rank, world_size=size, local_rank=rank, local_world_size=size, source="fake")
+    return World.of(
+        identity,
+        device=torch.device(device),
+        backend="fake",
+        timeout_s=default_timeout_s("fake"),
+        store=store,
+        init_method="fake",
+    )
+
+
+def _fake_store() -> Store:
+    """Register torch's fake backend, which lives with torch's own tests, and return its store."""
+    try:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+    except ImportError as error:
+        raise WorldError(
+            f"torch {torch.__version__} has no fake process group where shardwise looks for it",
+            code="world.no-fake-backend",
+            fix="pip install torch==2.13.0",
+        ) from error
+    return FakeStore()

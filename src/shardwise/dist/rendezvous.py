@@ -1,0 +1,264 @@
+"""How ranks meet: env://, tcp://host:port and file:///path, with each way to fail put into one sentence."""
+
+from __future__ import annotations
+
+import ipaddress
+import shlex
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from torch.distributed.rendezvous import rendezvous
+
+from shardwise.environment import master_endpoint
+from shardwise.errors import WorldError, nearest
+from shardwise.dist.stores import FileStore, Store, TCPStore
+
+_SCHEMES = ("env", "tcp", "file")
+_RESOLVE_PATIENCE_S = 30.0
+"""Kubernetes publishes the name of a pod only once the pod is up, some seconds after its peers asked for it."""
+_VERDICT = "shardwise/verdict"
+_GO = "go"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """A place where ranks meet: the environment's endpoint, a TCP endpoint, or a file all of them can write."""
+
+    scheme: str
+    host: str = ""
+    port: int = 0
+    path: Path = Path()
+
+    def __str__(self) -> str:
+        rest = {"env": "", "tcp": self.endpoint, "file": str(self.path)}
+        return f"{self.scheme}://{rest[self.scheme]}"
+
+    @property
+    def endpoint(self) -> str:
+        """Host and port as a URL writes them."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_meeting(init_method: str) -> Meeting:
+    """Read "env://", "tcp://host:port" or "file:///path"; anything else is refused."""
+    scheme, separator, rest = init_method.partition("://")
+    if not separator or scheme not in _SCHEMES:
+        raise WorldError(
+            f"init_method {init_method!r} is none of env://, tcp://host:port, file:///path",
+            code="rendezvous.unknown-scheme",
+            fix=nearest(scheme, _SCHEMES),
+        )
+    if scheme == "env":
+        return Meeting(scheme="env")
+    if scheme == "file":
+        if not rest.startswith("/") or rest.endswith("/"):
+            raise WorldError(
+                f"init_method {init_method!r} has no absolute path of a file",
+                code="rendezvous.file-path-invalid",
+                fix="write file:///folder/file",
+            )
+        return Meeting(scheme="file", path=Path(rest))
+    return _parse_tcp(init_method)
+
+
+def join(meeting: Meeting, *, rank: int, world_size: int, timeout_s: float) -> Store:
+    """Communicate with the other ranks at `meeting`, called on every rank, and return the store they share."""
+    if meeting.scheme == "env":
+        return _join_env(rank, world_size, timeout_s)
+    store = (
+        _open_tcp(meeting, rank, world_size, timeout_s) if meeting.scheme == "tcp" else _open_file(meeting, world_size)
+    )
+    store.set_timeout(timedelta(seconds=timeout_s))
+    _announce(store, meeting, rank, world_size, timeout_s)
+    return store
+
+
+def _parse_tcp(init_method: str) -> Meeting:
+    try:
+        parts = urlsplit(init_method)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port, parts = None, None, None
+    if not host or not port:
+        raise WorldError(
+            f"init_method {init_method!r} has no host and port",
+            code="rendezvous.endpoint-invalid",
+            fix="write tcp://host:port",
+        )
+    if parts is None or parts.path or parts.query:
+        raise WorldError(
+            f"init_method {init_method!r} says more than host and port",
+            code="rendezvous.endpoint-invalid",
+            fix=f"write tcp://{host}:{port} and pass rank= and world_size=",
+        )
+    return Meeting(scheme="tcp", host=host, port=port)
+
+
+def _join_env(rank: int, world_size: int, timeout_s: float) -> Store:
+    """Meet as torch does, so that an agent's store is used where torchrun offers one."""
+    host, port = master_endpoint()
+    if host is None or port is None:
+        missing = [name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if value is None]
+        raise WorldError(
+            f"{world_size} ranks are to meet by env://, but {' and '.join(missing)} is not set",
+            code="rendezvous.master-not-set",
+            fix=f"export {' and '.join(missing)}, or start the ranks with torchrun",
+        )
+    _resolve(host, port, timeout_s)
+    try:
+        store: Store = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))[0]
+    except RuntimeError as error:
+        raise _network_error(error, f"{host}:{port}", rank, timeout_s) from error
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
+
+
+def _open_tcp(meeting: Meeting, rank: int, world_size: int, timeout_s: float) -> Store:
+    _resolve(meeting.host, meeting.port, timeout_s)
+    listener = _loopback_listener(meeting) if rank == 0 else None
+    try:
+        return TCPStore(
+            meeting.host,
+            meeting.port,
+            world_size,
+            is_master=rank == 0,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,  # the ranks announce themselves, so that a missing one can be named
+            master_listen_fd=listener,
+        )
+    except RuntimeError as error:
+        raise _network_error(error, meeting.endpoint, rank, timeout_s) from error
+
+
+def _loopback_listener(meeting: Meeting) -> int | None:
+    """Return a descriptor that listens on loopback alone, where torch's own would listen on every interface."""
+    try:
+        if not ipaddress.IPv4Address(meeting.host).is_loopback:
+            return None
+    except ValueError:
+        return None
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((meeting.host, meeting.port))
+        except OSError as error:
+            raise _port_error(meeting.endpoint, error.strerror) from error
+        return listener.detach()
+
+
+def _open_file(meeting: Meeting, world_size: int) -> Store:
+    # torch would try to open a file without a folder for five minutes.
+    if not meeting.path.parent.is_dir():
+        raise WorldError(
+            f"{meeting} lies in no folder", code="rendezvous.file-folder-missing", fix=f"mkdir -p {meeting.path.parent}"
+        )
+    try:
+        meeting.path.touch()
+    except OSError as error:
+        raise WorldError(
+            f"{meeting} cannot be written: {error.strerror}",
+            code="rendezvous.file-write-failed",
+            fix="choose another path",
+        ) from error
+    return FileStore(str(meeting.path), world_size)
+
+
+def _announce(store: Store, meeting: Meeting, rank: int, world_size: int, timeout_s: float) -> None:
+    """Communicate through `store`: say that `rank` is here, refuse leftovers and second claims, wait for all."""
+    try:
+        # Whatever is decided before this rank was counted was decided by an earlier run.
+        if store.add(_joined(rank), 1) > 1 or store.check([_VERDICT]):
+            store.set(_VERDICT, str(rank))
+        elif store.add("shardwise/arrived", 1) == world_size:
+            store.set(_VERDICT, _GO)
+        verdict = _wait_for_verdict(store, meeting, world_size, timeout_s)
+    except RuntimeError as error:
+        raise WorldError(
+            f"rank {rank} lost the store at {meeting} while ranks were joining",
+            code="rendezvous.store-lost",
+            fix="see what rank 0 says",
+        ) from error
+    if verdict != _GO:
+        raise _refused(meeting, int(verdict))
+
+
+def _wait_for_verdict(store: Store, meeting: Meeting, world_size: int, timeout_s: float) -> str:
+    start = time.monotonic()
+    # Asking again and again, less and less often: inside store.wait, Ctrl-C would not be heard.
+    while not store.check([_VERDICT]):
+        waited_s = time.monotonic() - start
+        if waited_s > timeout_s:
+            missing = [str(rank) for rank in range(world_size) if not store.check([_joined(rank)])]
+            raise WorldError(
+                f"after {timeout_s:g} s at {meeting}, {len(missing)} of {world_size} ranks have not come:"
+                f" {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}",
+                code="rendezvous.timeout",
+                fix="start every rank with the same init_method and world_size",
+            )
+        time.sleep(min(0.5, max(0.002, waited_s / 20)))
+    return store.get(_VERDICT).decode()
+
+
+def _joined(rank: int) -> str:
+    return f"shardwise/joined/{rank}"
+
+
+def _refused(meeting: Meeting, rank: int) -> WorldError:
+    if meeting.scheme == "file":
+        return WorldError(
+            f"{meeting} was left behind by an earlier run, or two processes came as rank {rank}",
+            code="rendezvous.file-stale",
+            fix=f"rm {shlex.quote(str(meeting.path))}",
+        )
+    return WorldError(
+        f"two processes came to {meeting} as rank {rank}",
+        code="rendezvous.rank-repeated",
+        fix="give every process its own rank, and every job its own port",
+    )
+
+
+def _resolve(host: str, port: int, timeout_s: float) -> None:
+    patience_s = min(timeout_s, _RESOLVE_PATIENCE_S)
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            socket.getaddrinfo(host, port)
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() < end:
+                time.sleep(0.5)
+                continue
+            raise WorldError(
+                f"host {host!r} did not resolve for {patience_s:g} s",
+                code="rendezvous.host-not-resolved",
+                fix="use an address this machine can look up",
+            ) from error
+        return
+
+
+def _network_error(error: RuntimeError, endpoint: str, rank: int, timeout_s: float) -> WorldError:
+    text = str(error)
+    if "EADDRINUSE" in text:
+        return _port_error(endpoint, "address already in use")
+    if "clients joined" in text:
+        return WorldError(
+            f"after {timeout_s:g} s at {endpoint} ranks are missing ({text.splitlines()[0]})",
+            code="rendezvous.timeout",
+            fix="start every rank with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE",
+        )
+    return WorldError(
+        f"rank {rank} could not reach {endpoint} within {timeout_s:g} s ({text.splitlines()[0]})",
+        code="rendezvous.unreachable",
+        fix="start rank 0 there and let this machine reach the port",
+    )
+
+
+def _port_error(endpoint: str, reason: str | None) -> WorldError:
+    return WorldError(
+        f"rank 0 cannot listen at {endpoint}: {reason}",
+        code="rendezvous.listen-failed",
+        fix="choose a free port (MASTER_PORT, or tcp://host:port)",
+    )

@@ -1,0 +1,1 @@
+"""The live guard: hangs, mismatched collectives, stragglers, replica drift and partitions while ranks run."""

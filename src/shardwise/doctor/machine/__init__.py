@@ -1,0 +1,1 @@
+"""One machine: facts observed once, and what they mean for a job."""

@@ -1,0 +1,242 @@
+"""What the facts of a machine mean for a job: GPUs, torch, memory, cores, limits, disk, clock; pure."""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+from typing import TYPE_CHECKING
+
+from shardwise.doctor.check import Verdict, fail, ok, warn
+from shardwise.doctor.machine.network_checks import check_host_name, check_interfaces, check_rdma
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardwise.doctor.machine.facts import Machine
+
+_MIB, _GIB = 1 << 20, 1 << 30
+_OLDEST_TORCH = (2, 11)
+_IDLE_GPU_BYTES = _GIB
+"""What a driver and a desktop may hold of a GPU before it counts as in use."""
+_CONTAINER_SHM = 64 * _MIB
+"""What Docker and Kubernetes give a container that does not ask."""
+_SMALL_SHM = _GIB
+_SMALL_MEMORY, _LITTLE_MEMORY = _GIB, 4 * _GIB
+"""A rank needs about half a GiB before its first tensor."""
+_FEW_FILES, _SOME_FILES = 512, 4096
+"""Ranks, data loaders and sockets of one launch together."""
+_FEW_PROCESSES = 1024
+_SMALL_DISK, _LITTLE_DISK = _GIB, 20 * _GIB
+_SLOW_DISK = 20e6
+_FAR_CLOCK_S = 2.0
+
+
+def check_gpus(machine: Machine) -> Verdict:
+    """GPUs that processes see."""
+    if machine.driver.error:
+        fact = f"the NVIDIA driver does not answer ({machine.driver.error})"
+        return fail("gpus", fact, "reboot, or reload the driver; in a container, start it with --gpus all")
+    if machine.hidden_gpus and not machine.gpus:
+        fact = f"CUDA_VISIBLE_DEVICES hides all {machine.hidden_gpus} GPUs"
+        return warn("gpus", fact, "unset CUDA_VISIBLE_DEVICES, unless ranks are meant for the CPU")
+    if not machine.gpus:
+        return ok("gpus", "none: ranks run on the CPU with gloo")
+    names = [gpu.name for gpu in machine.gpus]
+    told = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    hidden = f"; CUDA_VISIBLE_DEVICES hides {machine.hidden_gpus} more" if machine.hidden_gpus else ""
+    if len(set(names)) > 1:
+        return warn("gpus", f"{told}{hidden}: the slowest sets the pace", "choose equal ones by CUDA_VISIBLE_DEVICES")
+    return ok("gpus", told + hidden)
+
+
+def check_gpu_memory(machine: Machine) -> Verdict:
+    """GPUs that somebody else fills."""
+    used = [index for index, gpu in enumerate(machine.gpus) if gpu.used_bytes > _IDLE_GPU_BYTES]
+    if used:
+        most = max(machine.gpus[index].used_bytes for index in used) / _GIB
+        fact = f"GPU {', '.join(map(str, used))} in use already, up to {most:.1f} GiB"
+        return warn("gpu memory", fact, "see who with nvidia-smi; processes left by a crash can be ended")
+    return ok("gpu memory", "free" if machine.gpus else "no GPU")
+
+
+def check_driver(machine: Machine) -> Verdict:
+    """A driver that is new enough for torch's CUDA."""
+    driver, built = machine.driver, machine.torch.cuda
+    if not driver.version:
+        return ok("driver", "none")
+    newest = ".".join(map(str, driver.cuda))
+    told = f"{driver.version}, up to CUDA {newest}"
+    if built and int(built.partition(".")[0]) > driver.cuda[0]:
+        fact = f"{told}, and torch is built for CUDA {built}"
+        return fail("driver", fact, f"install a newer driver, or a torch for CUDA {driver.cuda[0]}")
+    return ok("driver", told)
+
+
+def check_torch(machine: Machine) -> Verdict:
+    """A torch that can be imported and is new enough."""
+    torch = machine.torch
+    if torch.error:
+        return fail("torch", f"cannot be imported: {torch.error}", "install it again: pip install torch")
+    found = re.match(r"(\d+)\.(\d+)", torch.version)
+    if found is None or (int(found[1]), int(found[2])) < _OLDEST_TORCH:
+        oldest = ".".join(map(str, _OLDEST_TORCH))
+        return fail("torch", f"{torch.version} is too old", f"pip install 'torch>={oldest}'")
+    return ok("torch", f"{torch.version}, " + (f"for CUDA {torch.cuda}" if torch.cuda else "a CPU build"))
+
+
+def check_cuda(machine: Machine) -> Verdict:
+    """A torch that sees the GPUs which the driver shows."""
+    torch, num_gpus = machine.torch, len(machine.gpus)
+    if torch.error or not num_gpus:
+        return ok("cuda", "no GPU to use" if not num_gpus else "not asked: torch cannot be imported")
+    if not torch.cuda:
+        fact = f"{num_gpus} GPUs, and torch is a CPU build"
+        return warn("cuda", fact, "pip install a CUDA build of torch, unless ranks are meant for the CPU")
+    if torch.num_gpus != num_gpus:
+        why = f" ({torch.cuda_error})" if torch.cuda_error else ""
+        fact = f"the driver shows {num_gpus} GPUs and torch sees {torch.num_gpus}{why}"
+        return fail("cuda", fact, "check CUDA_VISIBLE_DEVICES and that driver and torch fit each other")
+    return ok("cuda", f"torch sees {num_gpus}")
+
+
+def check_nccl(machine: Machine) -> Verdict:
+    """NCCL, where there are GPUs to connect."""
+    torch, num_gpus = machine.torch, len(machine.gpus)
+    if torch.error:
+        return ok("nccl", "not asked: torch cannot be imported")
+    if torch.nccl:
+        return ok("nccl", f"{torch.nccl}, built into torch")
+    if num_gpus > 1:
+        return fail(
+            "nccl", f"torch is built without NCCL, and there are {num_gpus} GPUs", "install a CUDA build of torch"
+        )
+    return ok("nccl", "torch is built without NCCL; gloo connects ranks")
+
+
+def check_shared_memory(machine: Machine) -> Verdict:
+    """Room in /dev/shm for data loaders and NCCL."""
+    total, free = machine.memory.shm_total_bytes, machine.memory.shm_free_bytes
+    told = f"{_size(free)} of {_size(total)} free in /dev/shm"
+    fix = "docker run --shm-size=16g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory at /dev/shm"
+    if total <= _CONTAINER_SHM:
+        return fail("shared memory", told, fix)
+    if free < _SMALL_SHM:
+        return warn("shared memory", told, f"remove files that a crash left there, or {fix}")
+    return ok("shared memory", told)
+
+
+def check_memory(machine: Machine) -> Verdict:
+    """Host memory that is still there."""
+    memory = machine.memory
+    told = f"{_size(memory.available_bytes)} of {_size(memory.total_bytes)} available"
+    if memory.available_bytes < _LITTLE_MEMORY:
+        say = fail if memory.available_bytes < _SMALL_MEMORY else warn
+        return say("memory", told, "end other processes, or raise the memory limit of the container or job")
+    return ok("memory", told)
+
+
+def check_limits(machine: Machine) -> Verdict:
+    """Limits on files, processes and locked memory."""
+    limits = machine.limits
+    told = (
+        f"open files {_count(limits.nofile)}, processes {_count(limits.nproc)},"
+        f" locked memory {'unlimited' if limits.memlock_bytes is None else _size(limits.memlock_bytes)}"
+    )
+    if machine.network.rdma and limits.memlock_bytes is not None:
+        fix = "ulimit -l unlimited (docker run --ulimit memlock=-1): RDMA cannot register memory otherwise"
+        return fail("limits", told, fix)
+    if limits.nofile is not None and limits.nofile < _SOME_FILES:
+        return (fail if limits.nofile < _FEW_FILES else warn)("limits", told, "ulimit -n 65536")
+    if limits.nproc is not None and limits.nproc < _FEW_PROCESSES:
+        return warn("limits", told, "ulimit -u unlimited")
+    return ok("limits", told)
+
+
+def check_cores(machine: Machine) -> Verdict:
+    """Cores that ranks may use."""
+    cpu, num_gpus = machine.cpu, len(machine.gpus)
+    usable = len(cpu.allowed) if cpu.quota is None else min(len(cpu.allowed), cpu.quota)
+    told = f"{usable:g} of {cpu.cores} cores"
+    if cpu.quota is not None and cpu.quota < len(cpu.allowed):
+        told += f" (the cgroup gives {cpu.quota:g})"
+    if usable < max(1, num_gpus):
+        return warn("cores", f"{told} for {num_gpus or 1} ranks", "ask for more cores, at least one for every GPU")
+    return ok("cores", told)
+
+
+def check_numa(machine: Machine) -> Verdict:
+    """NUMA nodes that this process is kept from."""
+    cpu = machine.cpu
+    allowed = set(cpu.allowed)
+    reached = [index for index, node in enumerate(cpu.nodes) if allowed & set(node)]
+    if len(cpu.nodes) < 2:
+        return ok("numa", "one node")
+    if len(reached) < len(cpu.nodes) and len(machine.gpus) > 1:
+        fact = f"bound to node {', '.join(map(str, reached))} of {len(cpu.nodes)}: GPUs of the others are far"
+        return warn(
+            "numa", fact, "let the launcher have all cores (srun --cpu-bind=none, docker without --cpuset-cpus)"
+        )
+    return ok("numa", f"{len(cpu.nodes)} nodes, {len(reached)} in reach")
+
+
+def check_disk(machine: Machine) -> Verdict:
+    """Room and speed of the disk under the current folder, where run directories go."""
+    disk = machine.disk
+    told = f"{_size(disk.free_bytes)} of {_size(disk.total_bytes)} free in {disk.path}"
+    if disk.error:
+        return fail("disk", f"{disk.path} cannot be written ({disk.error})", "go to another folder, or use --run-dir")
+    if disk.free_bytes < _LITTLE_DISK:
+        say = fail if disk.free_bytes < _SMALL_DISK else warn
+        return say("disk", told, "remove old runs and checkpoints, or use --run-dir on another disk")
+    told += f", {disk.write_bytes_s / 1e6:.0f} MB/s written through"
+    if disk.write_bytes_s < _SLOW_DISK:
+        return warn("disk", told, "put checkpoints on a faster disk with --run-dir")
+    return ok("disk", told)
+
+
+def check_clock(machine: Machine) -> Verdict:
+    """A clock that others can agree with."""
+    clock = machine.clock
+    told = dt.datetime.fromtimestamp(clock.now, dt.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    if clock.now < clock.newest_file - _FAR_CLOCK_S:
+        return fail("clock", f"{told}, earlier than files of this installation", "set the clock: chronyc makestep")
+    if abs(clock.disk_skew_s) > _FAR_CLOCK_S:
+        fact = f"{told}, and a file written now is dated {clock.disk_skew_s:+.1f} s: the file server has another time"
+        return warn("clock", fact, "let both follow the same time server")
+    if clock.synchronised is False:
+        return warn("clock", f"{told}, not synchronised", "start chrony or ntpd; one machine alone needs none")
+    return ok("clock", told)
+
+
+CHECKS: tuple[Callable[[Machine], Verdict], ...] = (
+    check_gpus,
+    check_gpu_memory,
+    check_driver,
+    check_torch,
+    check_cuda,
+    check_nccl,
+    check_interfaces,
+    check_host_name,
+    check_rdma,
+    check_shared_memory,
+    check_memory,
+    check_limits,
+    check_cores,
+    check_numa,
+    check_disk,
+    check_clock,
+)
+"""Every check of a machine, in the order in which they are told."""
+
+
+def check_machine(machine: Machine) -> list[Verdict]:
+    """Return what every check says of `machine`."""
+    return [check(machine) for check in CHECKS]
+
+
+def _size(count: int) -> str:
+    return f"{count / _GIB:.1f} GiB" if count >= _GIB else f"{count / _MIB:.0f} MiB"
+
+
+def _count(limit: int | None) -> str:
+    return "unlimited" if limit is None else str(limit)

@@ -1,0 +1,105 @@
+"""Sessions with the probes of many machines: started over OpenSSH as launches are, asked all at once, never left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, cast
+
+from shardwise.doctor.network import probe as net_probe
+from shardwise.launcher.local.processes import die_with_parent
+from shardwise.launcher.ssh.session import NO_PYTHON, STDERR, Session, Sessions, ssh_words
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from shardwise.launcher.ssh.hosts import HostSpec
+
+Order = dict[str, Any]
+ANSWER_S = 10.0
+"""For what takes a probe a moment, on a host that is busy."""
+
+
+def probe_command() -> str:
+    """Return the shell line that becomes the probe, whose text is the first line of its stdin."""
+    python = shlex.quote(sys.executable)
+    boot = "import json; exec(json.loads(open(0, 'rb', buffering=0, closefd=False).readline()))"
+    line = f"test -x {python} || exit {NO_PYTHON}; exec {python} -P -c {shlex.quote(boot)}"
+    return f"exec /bin/sh -c {shlex.quote(line)}"
+
+
+class ProbeSession(Session):
+    """A session whose other end is a probe in place of a guard: it has to work where no shardwise, or another, is."""
+
+    def __init__(self, host: HostSpec, label: str, *, is_here: bool) -> None:
+        """Start a probe on `host`, which is told apart by `label`: over ssh, or directly on this machine."""
+        self.host = host
+        self.label = label
+        self.is_here = is_here
+        self.process = subprocess.Popen(
+            ["/bin/sh", "-c", probe_command()] if is_here else [*ssh_words(host), probe_command()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # ssh finds no terminal to ask on
+            # A probe of this machine sees the end of its stdin, and has files to remove then.
+            preexec_fn=None if is_here else partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - one thread
+        )
+        self._orders = cast("IO[bytes]", self.process.stdin)
+        self._turn = threading.Lock()
+        self.said: deque[str] = deque(maxlen=20)
+        self._rests = [b"", b""]
+        self.tell(Path(net_probe.__file__).read_text())
+
+    @property
+    def name(self) -> str:
+        """Name by which users know the host."""
+        return self.label
+
+    def tell(self, message: object) -> None:
+        """Send one line of JSON; a probe that is gone is noticed elsewhere."""
+        with self._turn, contextlib.suppress(OSError, ValueError):
+            self._orders.write(json.dumps(message).encode() + b"\n")
+            self._orders.flush()
+
+
+class Probes(Sessions):
+    """All probes of one examination, in the order of the hosts; leaving the context ends them."""
+
+    def __init__(self, probes: Iterable[ProbeSession]) -> None:
+        self.probes = tuple(probes)
+        super().__init__(self.probes)
+        self._number = 0
+
+    def question(self, orders: Mapping[str, Order], timeout_s: float) -> dict[str, Order]:
+        """Send orders by host and return the replies of those that gave one in time and could do it.
+
+        Each has `sent_at` and `heard_at`, in seconds since the epoch by our clock.
+        """
+        self._number += 1
+        asked = {probe.name: probe for probe in self.probes if probe.name in orders}
+        sent_at = {}
+        for name, probe in asked.items():
+            sent_at[name] = time.time()
+            probe.tell({**orders[name], "number": self._number})
+        replies: dict[str, Order] = {}
+        deadline = time.monotonic() + timeout_s
+        while set(asked) - set(replies) and time.monotonic() < deadline:
+            for session, stream, line in self.hear(0.1):
+                if stream != STDERR and line.startswith(net_probe.MARK):
+                    reply = json.loads(line.removeprefix(net_probe.MARK))
+                    if reply.pop("number") == self._number:  # else to a question of which nobody waits for the answer
+                        times = {"sent_at": sent_at[session.name], "heard_at": time.time()}
+                        replies[session.name] = {**reply, **times}
+            alive = set(self.running)
+            asked = {name: probe for name, probe in asked.items() if probe in alive or name in replies}
+        return {name: reply for name, reply in replies.items() if "error" not in reply}

@@ -1,0 +1,1 @@
+"""Post-mortem of a run from its directory."""

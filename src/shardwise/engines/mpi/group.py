@@ -1,0 +1,214 @@
+"""A process group of torch over mpi4py: every collective, message and reduce operation, each without waiting."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.engines.mpi.calls import Calls
+from shardwise.engines.mpi.progress import MpiWork
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from torch import Tensor
+
+    from shardwise.dist.stores import Store
+    from shardwise.engines.mpi.calls import Call
+    from shardwise.engines.mpi.progress import Progress
+
+_ProcessGroup: Any = dist.ProcessGroup
+"""Without its stub, which knows each method by several signatures, of which torch itself uses one."""
+_SUM = dist.ReduceOp(dist.ReduceOp.SUM)
+
+
+class MpiGroup(_ProcessGroup):  # type: ignore[misc]
+    """Ranks that talk over a communicator of their own, so that groups never mix what they send."""
+
+    def __init__(self, progress: Progress, comm: Any, store: Store, timeout: timedelta) -> None:
+        super().__init__(comm.rank, comm.size)
+        self._progress = progress
+        self._store = store
+        self._comm = comm
+        self.limit_s = timeout.total_seconds()
+        """How long one operation may take."""
+        self._calls = Calls(progress.mpi, comm.rank, comm.size)
+        self._names = {"name": "", "desc": ""}
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch asks by this name
+        """Return what users know this backend by."""
+        return "mpi"
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - as above
+        """Take the name that torch gives; its own place for it belongs to backends written in C++."""
+        self._names["name"] = name
+
+    def getGroupName(self) -> str:  # noqa: N802 - as above
+        """Return the name that torch gave."""
+        return self._names["name"]
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802 - as above
+        """Take the description that torch gives."""
+        self._names["desc"] = desc
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - as above
+        """Return the description that torch gave."""
+        return self._names["desc"]
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    def get_group_store(self) -> Store:
+        """Return what the members met in."""
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long an operation may take."""
+        self.limit_s = timeout.total_seconds()
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> MpiWork:
+        """Communicate: reduce `tensors` in place."""
+        return self._run(self._calls.all_reduce(_listed(tensors), _op(opts)), opts)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Any, opts: Any = None) -> MpiWork:
+        """Communicate: reduce in place on the root."""
+        (tensor,) = _listed(tensors)
+        return self._run(self._calls.reduce(tensor, _op(opts), _root(opts)), opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> MpiWork:
+        """Communicate: copy the root's tensors to every rank."""
+        return self._run(self._calls.broadcast(_listed(tensors), _root(opts)), opts)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> MpiWork:
+        """Communicate: give every rank the tensors of all, `outputs` a list for each of `inputs`."""
+        return self._run(self._calls.all_gather(_paired(outputs, _listed(inputs))), opts)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> MpiWork:
+        """Communicate: give every rank the tensors of all, `outputs` a list for each rank."""
+        return self._run(self._calls.all_gather(_paired(zip(*outputs, strict=True), inputs)), opts)
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> MpiWork:
+        """Communicate: give every rank the tensors of all, one after the other in each of `outputs`."""
+        return self._run(self._calls.all_gather(_paired([[output] for output in outputs], inputs)), opts)
+
+    def _allgather_base(self, output: Tensor, given: Tensor, opts: Any = None) -> MpiWork:
+        return self._run(self._calls.all_gather([([output], given)]), opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> MpiWork:
+        """Communicate: give the root the tensors of all."""
+        (given,) = _listed(inputs)
+        return self._run(self._calls.gather(outputs[0] if outputs else [], given, _root(opts)), opts)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> MpiWork:
+        """Communicate: give every rank its tensor of the root's list."""
+        (output,) = _listed(outputs)
+        return self._run(self._calls.scatter(output, inputs[0] if inputs else [], _root(opts)), opts)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> MpiWork:
+        """Communicate: reduce the lists `inputs` and keep this rank's part of each."""
+        return self._run(self._calls.reduce_scatter(_paired(_listed(outputs), inputs), _op(opts)), opts)
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> MpiWork:
+        """Communicate: reduce each of `inputs` and keep this rank's part of it."""
+        pairs = _paired(outputs, [[given] for given in inputs])
+        return self._run(self._calls.reduce_scatter(pairs, _op(opts)), opts)
+
+    def _reduce_scatter_base(self, output: Tensor, given: Tensor, opts: Any = None) -> MpiWork:
+        return self._run(self._calls.reduce_scatter([(output, [given])], _op(opts)), opts)
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> MpiWork:
+        """Communicate: send each rank its tensor of this list."""
+        return self._run(self._calls.all_to_all(outputs, inputs), opts)
+
+    def alltoall_base(
+        self, output: Tensor, given: Tensor, output_splits: Any, input_splits: Any, opts: Any = None
+    ) -> MpiWork:
+        """Communicate: send each rank its rows of this tensor."""
+        call = self._calls.all_to_all_single(output, given, output_splits or [], input_splits or [])
+        return self._run(call, opts)
+
+    def barrier(self, opts: Any = None) -> MpiWork:
+        """Communicate: be done when every rank has called."""
+        return self._run(self._calls.barrier(), opts)
+
+    def send(self, tensors: Any, peer: int, tag: int = 0) -> MpiWork:
+        """Communicate: send a tensor to a rank of this group."""
+        (tensor,) = _listed(tensors)
+        return self._run(self._calls.send(tensor, peer, tag))
+
+    def recv(self, tensors: Any, peer: int, tag: int = 0) -> MpiWork:
+        """Communicate: receive a tensor from a rank of this group."""
+        (tensor,) = _listed(tensors)
+        return self._run(self._calls.receive(tensor, peer, tag))
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> MpiWork:
+        """Communicate: receive a tensor from whichever rank sends one first."""
+        (tensor,) = _listed(tensors)
+        return self._run(self._calls.receive(tensor, None, tag))
+
+    # What torch 2.13 calls them; 2.11 knows only the names above.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_to_all_single = alltoall_base
+
+    def shutdown(self) -> None:
+        """Let go of the communicator, with all others: not while something is under way, nor after a failure."""
+        if self._progress.is_idle and not self._progress.is_broken:
+            with self._progress.turn:
+                self._comm.Free()
+
+    def abort(self) -> None:
+        """Leave what is under way as it is: nothing of MPI can be taken back alone."""
+
+    def _run(self, call: Call, opts: Any = None) -> MpiWork:
+        """Start what `call` asks, in the order of calls, which is the same on every rank."""
+
+        def said() -> str:
+            return f"{call.said} of group {self.group_name}, rank {self.rank()} of {self.size()},"
+
+        try:
+            work = MpiWork(self._progress, call, self._post, said=said, limit_s=_limit_s(opts) or self.limit_s)
+        except self._progress.mpi.Exception as error:
+            raise dist.DistBackendError(f"{said()} failed in MPI: {error}") from error
+        self._progress.add(work)
+        if getattr(opts, "asyncOp", True):
+            self._progress.carry()
+        return work
+
+    def _post(self, call: Call) -> list[Any]:
+        """Ask MPI for all of `call` at once, so that nothing of another comes between; return its requests."""
+        with self._progress.turn:
+            try:
+                return [getattr(self._comm, method)(*arguments) for method, arguments in call.asked]
+            except Exception:
+                self._progress.keep(call)
+                raise
+
+
+def _listed(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _paired(first: Any, second: Any) -> list[tuple[Any, Any]]:
+    return list(zip(first, second, strict=True))
+
+
+def _op(opts: Any) -> Any:
+    if opts is None:
+        return _SUM
+    return getattr(opts, "reduceOp", opts)
+
+
+def _root(opts: Any) -> int:
+    return opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
+
+
+def _limit_s(opts: Any) -> float:
+    timeout = getattr(opts, "timeout", None)
+    return max(0.0, timeout.total_seconds()) if timeout is not None else 0.0

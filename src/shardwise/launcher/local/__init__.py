@@ -1,0 +1,1 @@
+"""Ranks of one machine: forked or started fresh, supervised, restarted."""

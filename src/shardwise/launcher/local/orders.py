@@ -1,0 +1,126 @@
+"""What the supervisor tells the fork parent or a warm server, and what it hears back."""
+
+from __future__ import annotations
+
+import msgspec
+
+from shardwise.launcher.local.target import Module, Program, Script  # noqa: TC001 - read at run time by msgspec
+
+
+class StartRank(msgspec.Struct, frozen=True, tag="start"):
+    """Fork one rank."""
+
+    rank: int
+    target: Script | Module | Program
+    environ: dict[str, str]
+    stdout: str | None
+    """File to append to; None keeps the terminal."""
+    stderr: str | None
+    failure: str
+    """Where the rank writes down the exception that ends it."""
+    record: str = ""
+    """Run directory in which the rank records its collectives; empty for no record."""
+    fresh: bool = False
+    """Whether the fork only starts a fresh interpreter or program."""
+    ignore_hangup: bool = False
+    """Whether the rank starts with SIGHUP ignored, as its launcher did under nohup."""
+
+
+class StartStore(msgspec.Struct, frozen=True, tag="store"):
+    """Fork the server of one attempt's store, on a listening socket that travels beside this order."""
+
+    port: int
+    host: str = "127.0.0.1"
+
+
+class StartMeeting(msgspec.Struct, frozen=True, tag="meeting"):
+    """Fork one that meets the other nodes by torch's rendezvous, and says what came of it on the socket beside this."""
+
+    host: str
+    """Where the store of the round is."""
+    port: int
+    run_id: str
+    node: int
+    """Which node of the run this is; ranks follow this order."""
+    nproc: int
+    least: int
+    most: int
+    join_s: float
+    last_call_s: float
+    environ: dict[str, str]
+    key: str = ""
+    """By which the nodes sign what they agree on."""
+
+
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    """A child runs: a rank, the store (rank -1) or a meeting (rank -2)."""
+
+    rank: int
+    pid: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """A child ended."""
+
+    pid: int
+    returncode: int
+    """Negative: ended by that signal."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """Imports are done; or why forking is not safe here."""
+
+    refusal: str = ""
+    pid: int = 0
+    """Of the fork parent; 0 when there is none."""
+
+
+Order = StartRank | StartStore | StartMeeting
+Report = Started | Ended | Ready
+
+STORE = -1
+"""Stands for the store where a rank is expected."""
+KEY_VARIABLE = "SHARDWISE_RENDEZVOUS_KEY"
+"""Carries the key of a rendezvous to a process that is not forked."""
+MEETING = -2
+"""Likewise for the one that meets other nodes."""
+
+
+class Assembly(msgspec.Struct, frozen=True, tag="assembly"):
+    """The nodes that met, in the order of their ranks; or why they did not."""
+
+    nodes: tuple[int, ...] = ()
+    nprocs: tuple[int, ...] = ()
+    refusal: str = ""
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """Lend this launcher a fork parent; its standard input, output and error travel beside this."""
+
+    key: str
+    idle_s: float
+    """Seconds without a launch after which the server ends, from now on."""
+
+
+class AskStatus(msgspec.Struct, frozen=True, tag="status"):
+    """Tell how the warm server is."""
+
+
+class AskStop(msgspec.Struct, frozen=True, tag="stop"):
+    """End the warm server; launches that it serves go on."""
+
+
+class WarmStatus(msgspec.Struct, frozen=True, tag="warm"):
+    """How a warm server is."""
+
+    pid: int
+    age_s: float
+    launches: int
+    """Served since it was started."""
+    running: int
+    """Of these, how many still run."""
+    idle_left_s: float
+    """Seconds until it ends if nothing is launched; counts from the end of the last launch."""
+
+
+Request = Join | AskStatus | AskStop

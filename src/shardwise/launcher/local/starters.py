@@ -1,0 +1,259 @@
+"""Two ways to start ranks: forked from one warm parent, or each as a fresh process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, Self
+
+import msgspec
+
+from shardwise.errors import LaunchError
+from shardwise.launcher.local.channel import Channel
+from shardwise.launcher.local.orders import (
+    KEY_VARIABLE,
+    MEETING,
+    STORE,
+    Ended,
+    Order,
+    Ready,
+    Report,
+    Started,
+    StartMeeting,
+    StartRank,
+    StartStore,
+)
+from shardwise.launcher.local.processes import RankProcess, ignores_hangup, start_program
+from shardwise.recorder.fresh import record_variables
+from shardwise.runs.exitcodes import describe_exit
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+    from shardwise.launcher.local.target import Target
+
+_READY_S = 120
+_END_S = 10
+
+
+class Starter(Protocol):
+    """Starts the ranks and the stores of every attempt of one launch."""
+
+    def start_rank(
+        self, rank: int, target: Target, environ: Mapping[str, str], *, output: Output, failure: Path
+    ) -> RankProcess:
+        """Start one rank."""
+
+    def start_store(self, listener: socket.socket) -> RankProcess:
+        """Start the server of one attempt's store on a bound socket."""
+
+    def start_meeting(self, order: StartMeeting, answer: socket.socket) -> RankProcess:
+        """Start one that meets the other nodes and says on `answer` who came."""
+
+    @property
+    def lost(self) -> str:
+        """What ended, and took the ranks along; empty while all is well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Where a rank's output goes; None is the terminal."""
+
+    stdout: Path | None
+    stderr: Path | None
+    record: Path | None = None
+    """Run directory in which it records its collectives; None for no record."""
+
+
+def _of_a_fresh_process(environ: Mapping[str, str], output: Output, failure: Path) -> dict[str, str]:
+    """Return the environment of a rank that is a fresh interpreter or program, and must be told by it."""
+    record = {} if output.record is None else record_variables(environ, output.record)
+    return {**environ, **record, "TORCHELASTIC_ERROR_FILE": str(failure.with_suffix(".record.json"))}
+
+
+class PlainStarter:
+    """Every rank is a process started from here: for systems other than Linux, which lack what forking needs."""
+
+    lost = ""
+
+    def start_rank(
+        self, rank: int, target: Target, environ: Mapping[str, str], *, output: Output, failure: Path
+    ) -> RankProcess:
+        """Start one rank as its own process."""
+        environ = _of_a_fresh_process(environ, output, failure)
+        return start_program(rank, target.argv(), environ, stdout=output.stdout, stderr=output.stderr)
+
+    def start_store(self, listener: socket.socket) -> RankProcess:
+        """Start a process that serves the store; it imports torch while the ranks do."""
+        descriptor = listener.fileno()
+        argv = [sys.executable, "-m", "shardwise.launcher.local.store_process", str(descriptor), str(os.getpid())]
+        popen = subprocess.Popen(argv, pass_fds=[descriptor], process_group=0)
+        return RankProcess(STORE, popen.pid, popen)
+
+    def start_meeting(self, order: StartMeeting, answer: socket.socket) -> RankProcess:
+        """Start a process that meets the other nodes; it imports torch first."""
+        # Environment and key are passed as an environment: command lines can be read by every user of the machine.
+        bare = msgspec.structs.replace(order, environ={}, key="")
+        words = [msgspec.json.encode(bare).decode(), str(answer.fileno()), str(os.getpid())]
+        argv = [sys.executable, "-m", "shardwise.launcher.nodes.meeting", *words]
+        environ = {**order.environ, KEY_VARIABLE: order.key}
+        popen = subprocess.Popen(argv, env=environ, pass_fds=[answer.fileno()], process_group=0)
+        return RankProcess(MEETING, popen.pid, popen)
+
+
+class ForkStarter:
+    """Ranks are forks of one process that has imported torch: N ranks cost one import, a restart costs none."""
+
+    def __init__(
+        self, channel: socket.socket, parent: subprocess.Popen[bytes] | None = None, *, fresh: bool = False
+    ) -> None:
+        """Talk to the fork parent at the other end of `channel`, our child or not; it only starts `fresh` ranks."""
+        self._channel: Channel[Report] = Channel(channel, Report)
+        self._parent = parent
+        self._pid = parent.pid if parent is not None else 0
+        self._fresh = fresh
+        self._gone = False
+        self._ended: dict[int, int] = {}
+        self._started: dict[int, int] = {}
+        self._refusal: str | None = None
+
+    @classmethod
+    def start(cls, environ: Mapping[str, str], preload: Sequence[str], *, fresh: bool = False) -> Self:
+        """Start a fork parent; it imports while this process goes on."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            descriptor = theirs.fileno()
+            argv = [sys.executable, "-m", "shardwise.launcher.local.fork_parent", str(descriptor), *preload]
+            # It must not die of a signal that comes before it can ignore it; so it begins with that blocked.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+            try:
+                parent = subprocess.Popen(argv, env=dict(environ), pass_fds=[descriptor], process_group=0)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return cls(ours, parent, fresh=fresh)
+
+    def wait_until_ready(self) -> str:
+        """Wait for the imports; return why forking is not safe here, empty when it is."""
+        while self._refusal is None:
+            self._wait()
+        return self._refusal
+
+    def start_rank(
+        self, rank: int, target: Target, environ: Mapping[str, str], *, output: Output, failure: Path
+    ) -> RankProcess:
+        """Order one rank."""
+        stdout, stderr = (None if path is None else str(path) for path in (output.stdout, output.stderr))
+        if self._fresh:
+            environ = _of_a_fresh_process(environ, output, failure)
+        record = "" if output.record is None else str(output.record)
+        order = StartRank(
+            rank, target, dict(environ), stdout, stderr, str(failure), record, self._fresh, ignores_hangup()
+        )
+        return self._order(rank, order)
+
+    def start_store(self, listener: socket.socket) -> RankProcess:
+        """Order the server of one attempt's store."""
+        host, port = listener.getsockname()[:2]
+        return self._order(STORE, StartStore(port, host), [listener.fileno()])
+
+    def start_meeting(self, order: StartMeeting, answer: socket.socket) -> RankProcess:
+        """Order one that meets the other nodes."""
+        return self._order(MEETING, order, [answer.fileno()])
+
+    def returncode(self, pid: int) -> int | None:
+        """Return how a child of the fork parent ended, None while it runs."""
+        self._look()
+        return self._ended.get(pid, -signal.SIGKILL if self._gone else None)  # it takes its children with it
+
+    @property
+    def lost(self) -> str:
+        """How the fork parent ended, and its children with it; empty while it lives."""
+        self._look()
+        if not self._gone:
+            return ""
+        how = "was killed" if self._parent is None else f"ended with {describe_exit(self._parent.wait())}"
+        return f"the fork parent of the ranks (pid {self._pid or 'unknown'}) {how}"
+
+    def close(self) -> None:
+        """End the fork parent, and with it everything it started."""
+        deadline = time.monotonic() + _END_S
+        with contextlib.suppress(OSError):
+            self._channel.socket.shutdown(socket.SHUT_WR)
+        try:
+            while not self._gone:  # its end of the channel closes when all is gone
+                self._pump(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            if self._pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._pid, signal.SIGKILL)
+        self._channel.close()
+        if self._parent is not None:
+            self._parent.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _order(self, rank: int, order: Order, descriptors: Sequence[int] = ()) -> RankProcess:
+        self._started.pop(rank, None)
+        with contextlib.suppress(ConnectionError):  # said by what follows
+            self._channel.send(order, descriptors)
+        while rank not in self._started:
+            self._wait()
+        return _ForkedProcess(rank, self._started[rank], self)
+
+    def _wait(self) -> None:
+        """Wait for the next report, which must come."""
+        try:
+            self._pump(_READY_S)
+        except TimeoutError:
+            raise LaunchError(
+                "the fork parent does not answer", code="launch.fork-parent-timeout", fix="try --start-method spawn"
+            ) from None
+        if self._gone:
+            raise LaunchError(
+                self.lost, code="launch.fork-parent-lost", fix="see its words above, or try --start-method spawn"
+            )
+
+    def _look(self) -> None:
+        """Take in what has been reported."""
+        with contextlib.suppress(TimeoutError):
+            while not self._gone:
+                self._pump(0)
+
+    def _pump(self, timeout_s: float) -> None:
+        """Take in reports, or learn that the fork parent is gone; TimeoutError when neither comes in time."""
+        reports = self._channel.receive(timeout_s)
+        self._gone = reports is None
+        for report in reports or ():
+            match report:
+                case Ready(refusal, pid):
+                    self._refusal, self._pid = refusal, pid
+                case Started(rank, pid):
+                    self._started[rank] = pid
+                case Ended(pid, returncode):
+                    self._ended[pid] = returncode
+
+
+class _ForkedProcess(RankProcess):
+    """A child of the fork parent, which reaps it and reports."""
+
+    def __init__(self, rank: int, pid: int, starter: ForkStarter) -> None:
+        super().__init__(rank, pid)
+        self._starter = starter
+
+    def poll(self) -> int | None:
+        """Return the exit code once the fork parent reported it."""
+        return self._starter.returncode(self.pid)

@@ -1,0 +1,206 @@
+"""The hub: one small process on node 0 that every node holds a connection to; it hears, decides and tells."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import signal
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from shardwise.launcher.local.processes import start_fork
+from shardwise.launcher.nodes.messages import (
+    Admit,
+    Beat,
+    Ended,
+    FromNode,
+    Hello,
+    Over,
+    Refused,
+    Relay,
+    Welcome,
+    rebased,
+)
+from shardwise.launcher.nodes.roster import Roster
+from shardwise.launcher.nodes.secret import Challenge, Proof, is_proof, new_nonce, prove
+from shardwise.launcher.nodes.wire import Wire
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Mapping
+
+    from shardwise.launcher.local.processes import RankProcess
+    from shardwise.launcher.nodes.membership import Limits
+
+BEAT_S = 1.0
+"""Between two signs of life, in both directions."""
+LOST_S = 5.0
+"""A node that is silent for so long is lost: five beats, so that one lost packet and its repeat do not count."""
+_GREETING_S = 5.0
+"""For a connection to show the secret and say who it is."""
+_MOST_STRANGERS = 256
+"""Connections that have not shown the secret, at a time."""
+_FAREWELL_S = 3.0
+"""For nodes to hear that the run is over."""
+HUB = -3
+"""Stands for the hub where a rank is expected."""
+
+
+@dataclass
+class _Peer:
+    """One connection, and what is known of who is at its other end."""
+
+    wire: Wire[FromNode]
+    nonce: str
+    address: str
+    since: float
+    node: int | None = None
+
+
+def start_hub(
+    listener: socket.socket,
+    secret: str,
+    limits: Limits,
+    *,
+    facts: Mapping[str, str],
+    host: str,
+    run: str,
+) -> RankProcess:
+    """Fork a hub that serves `listener`; it ends when the run is over or this process is gone."""
+
+    def serve() -> int:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)  # it ends with the run, not before
+        roster = Roster(limits, facts=facts, host=host, run=run, now=time.monotonic())
+        Hub(listener, secret, roster, version=facts.get("shardwise", "")).serve()
+        return 0
+
+    return start_fork(HUB, serve)
+
+
+class Hub:
+    """Moves messages between sockets and the roster, and listens for silence."""
+
+    def __init__(self, listener: socket.socket, secret: str, roster: Roster, *, version: str) -> None:
+        self._listener = listener
+        self._secret = secret
+        self._roster = roster
+        self._version = version
+        self._peers: list[_Peer] = []
+        self._admitted: tuple[str, ...] = ()
+        """The addresses of nodes that node 0 knows."""
+
+    def serve(self) -> None:
+        """Serve until the run is over and every node has heard so."""
+        self._listener.settimeout(0)
+        next_beat, farewell = 0.0, None
+        while farewell is None or (self._peers and time.monotonic() < farewell):
+            self._wait(BEAT_S / 4)
+            now = time.monotonic()
+            self._accept()
+            for peer in list(self._peers):
+                self._hear(peer, now)
+            self._roster.tick(now)
+            if now >= next_beat:
+                next_beat = now + BEAT_S
+                for peer in self._peers:
+                    if peer.node is not None:
+                        peer.wire.push(Beat())
+            self._tell()
+            if self._roster.is_over and farewell is None:
+                farewell = now + _FAREWELL_S
+
+    def _wait(self, timeout_s: float) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            for peer in self._peers:
+                write = selectors.EVENT_WRITE if peer.wire.has_unsent else 0
+                selector.register(peer.wire.socket, selectors.EVENT_READ | write)
+            selector.select(timeout_s)
+        for peer in self._peers:
+            peer.wire.flush()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            for _ in range(_MOST_STRANGERS):  # in one turn: nodes are heard between
+                end, address = self._listener.accept()
+                peer = _Peer(Wire(end, FromNode), new_nonce(), str(address[0]), time.monotonic())
+                peer.wire.push(Challenge(peer.nonce, shardwise=self._version))
+                self._peers.append(peer)
+        strangers = [peer for peer in self._peers if not peer.wire.trusted]
+        # A flood costs the oldest their turn: a node shows the secret within a round trip.
+        for peer in strangers[: max(0, len(strangers) - _MOST_STRANGERS)]:
+            self._peers.remove(peer)
+            peer.wire.close()
+
+    def _hear(self, peer: _Peer, now: float) -> None:
+        messages = peer.wire.pull()
+        for message in messages or ():
+            if peer.node is None:
+                if not self._greet(peer, message):
+                    messages = None
+                    break
+            elif isinstance(message, Relay):
+                self._hand_on(peer, message)
+            else:
+                self._roster.hear(peer.node, _dated(message), now)
+        silent_s = now - peer.wire.heard_at
+        if messages is None or silent_s > LOST_S or (peer.node is None and now - peer.since > _GREETING_S):
+            how = "its connection closed" if messages is None else f"silent for {silent_s:.0f} s"
+            self._drop(peer, how, now)
+
+    def _hand_on(self, sender: _Peer, message: Relay) -> None:
+        for peer in self._peers:
+            if peer is not sender and peer.node is not None and (message.to_all or peer.node == 0):
+                peer.wire.push(message)
+
+    def _greet(self, peer: _Peer, message: FromNode) -> bool:
+        """Take in what one says that is no node yet; False when it is not to become one."""
+        if isinstance(message, Proof) and not peer.wire.trusted:
+            if not is_proof(message.mac, self._secret, "node", peer.nonce, message.nonce):
+                return False
+            peer.wire.trusted = True
+            peer.wire.push(Proof(prove(self._secret, "hub", message.nonce, peer.nonce)))
+            return True
+        if not isinstance(message, Hello) or not peer.wire.trusted:
+            return False
+        answer = self._roster.join(message)
+        if isinstance(answer, Refused):
+            peer.wire.push(answer)
+            return False
+        peer.node = answer
+        return True
+
+    def _drop(self, peer: _Peer, how: str, now: float) -> None:
+        self._peers.remove(peer)
+        peer.wire.close()
+        if peer.node is not None:
+            self._roster.lose(peer.node, how, now)
+
+    def _tell(self) -> None:
+        wires = {peer.node: peer.wire for peer in self._peers}
+        messages = [(node, message) for node, message in self._roster.take() if node in wires]
+        for node, message in messages:
+            if isinstance(message, Welcome):
+                wires[node].push(message)
+        addresses = tuple(sorted({peer.address for peer in self._peers if peer.node is not None}))
+        if 0 in wires and addresses != self._admitted:  # after node 0 was welcomed, before nodes are sent to the store
+            self._admitted = addresses
+            wires[0].push(Admit(addresses))
+        for node, message in messages:
+            if not isinstance(message, Welcome):
+                wires[node].push(_aged(message))
+
+
+def _dated(message: FromNode) -> FromNode:
+    return msgspec.structs.replace(message, exits=rebased(message.exits)) if isinstance(message, Ended) else message
+
+
+def _aged(message: msgspec.Struct) -> msgspec.Struct:
+    if not isinstance(message, Over):
+        return message
+    cause = None if message.cause is None else rebased([message.cause])[0]
+    return msgspec.structs.replace(message, exits=rebased(message.exits), cause=cause)

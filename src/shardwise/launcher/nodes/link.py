@@ -1,0 +1,202 @@
+"""A node's connection to the hub: heartbeats both ways from a thread of its own, whatever the launcher is doing."""
+
+from __future__ import annotations
+
+import queue
+import selectors
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from shardwise.errors import LaunchError
+from shardwise.launcher.nodes.hub import BEAT_S, LOST_S
+from shardwise.launcher.nodes.messages import Beat, FromHub, Hello, Note, Refused, Relay, Welcome
+from shardwise.launcher.nodes.secret import PROTOCOL, Challenge, Proof, is_proof, new_nonce, prove
+from shardwise.launcher.nodes.wire import Wire
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import msgspec
+
+_ATTEMPT_S = 2.0
+_ANSWER_S = 5.0
+_PATIENCE_S = 3.0
+"""After so long a node says whom it waits for."""
+
+
+class Link:
+    """What the launcher of a node tells the hub and hears from it; `lost` once that is over."""
+
+    def __init__(self, wire: Wire[FromHub], welcome: Welcome, note: Callable[[str], None]) -> None:
+        """Take over a wire on which the hub has welcomed this node; its notes are shown by `note`."""
+        self.node = welcome.node
+        self.run = welcome.run
+        self.own_address = str(wire.socket.getsockname()[0])
+        """By which this machine reaches the hub."""
+        self.hub_address = str(wire.socket.getpeername()[0])
+        self.lost = ""
+        """How the hub went away; empty while it is there."""
+        self._wire = wire
+        self._note = note
+        self._inbox: queue.SimpleQueue[FromHub] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[msgspec.Struct] = queue.SimpleQueue()
+        self._relayed: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._bell, self._rope = socket.socketpair()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message; when the hub is gone, `lost` says so."""
+        self._outbox.put(message)
+        self._rope.send(b".")
+
+    def take(self) -> list[FromHub]:
+        """Return what the hub has said since the last look, and show its notes."""
+        found: list[FromHub] = []
+        while not self._inbox.empty():
+            message = self._inbox.get()
+            if isinstance(message, Note):
+                self._note(message.text)
+            else:
+                found.append(message)
+        return found
+
+    def relay(self, body: str, *, to_all: bool = False) -> None:
+        """Say something to who looks on at node 0, or from there at all other nodes."""
+        self.send(Relay(body, to_all))
+
+    def take_relayed(self) -> list[str]:
+        """Return what those who look on at other nodes have said since the last look."""
+        found = []
+        while not self._relayed.empty():
+            found.append(self._relayed.get())
+        return found
+
+    def close(self) -> None:
+        """Say what is still unsaid, and hang up."""
+        self._closing = True
+        self._rope.send(b".")
+        self._thread.join(LOST_S)
+        for end in (self._wire, self._bell, self._rope):
+            end.close()
+
+    def _run(self) -> None:
+        next_beat = 0.0
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wire.socket, selectors.EVENT_READ)
+            selector.register(self._bell, selectors.EVENT_READ)
+            while not (self._closing and self._outbox.empty() and not self._wire.has_unsent):
+                for key, _ in selector.select(BEAT_S / 4):
+                    if key.fileobj is self._bell:
+                        self._bell.recv(1 << 10)
+                while not self._outbox.empty():
+                    self._wire.push(self._outbox.get())
+                self._wire.flush()
+                messages = self._wire.pull()
+                now = time.monotonic()
+                silent_s = now - self._wire.heard_at
+                if messages is None or silent_s > LOST_S:
+                    how = "closed its connection" if messages is None else f"was silent for {silent_s:.0f} s"
+                    self.lost = f"node 0 ({self.hub_address}), which holds the store, {how}"
+                    return
+                for message in messages:
+                    if isinstance(message, Relay):
+                        self._relayed.put(message.body)
+                    elif not isinstance(message, Beat):
+                        self._inbox.put(message)
+                if now >= next_beat:
+                    next_beat = now + BEAT_S
+                    self._wire.push(Beat())
+
+
+def join_hub(
+    host: str, port: int, secret: str, hello: Hello, *, patience_s: float, note: Callable[[str], None]
+) -> Link:
+    """Connect to the hub at `host`, which may not be up yet, show the secret, and be welcomed or refused."""
+    wire: Wire[FromHub] = Wire(_connect(host, port, patience_s, note), FromHub)
+    try:
+        return Link(wire, _be_welcomed(wire, f"{host}:{port}", secret, hello), note)
+    except LaunchError:
+        wire.close()
+        raise
+
+
+def _be_welcomed(wire: Wire[FromHub], endpoint: str, secret: str, hello: Hello) -> Welcome:
+    challenge = _next(wire, endpoint)
+    if not isinstance(challenge, Challenge) or challenge.protocol != PROTOCOL:
+        raise LaunchError(
+            f"node 0 at {endpoint} speaks another language: it has shardwise"
+            f" {getattr(challenge, 'shardwise', '')!r}, {hello.host} has {hello.facts['shardwise']!r}",
+            code="rendezvous.protocol-mismatch",
+            fix="install the same shardwise on all nodes",
+        )
+    nonce = new_nonce()
+    wire.push(Proof(prove(secret, "node", challenge.nonce, nonce), nonce))
+    other_secret = LaunchError(
+        f"node 0 at {endpoint} has another secret",
+        code="rendezvous.wrong-secret",
+        fix="use the same SHARDWISE_SECRET and --rdzv-id on every node",
+    )
+    proof = _next(wire, endpoint, other_secret)
+    if not isinstance(proof, Proof) or not is_proof(proof.mac, secret, "hub", nonce, challenge.nonce):
+        raise _stranger(endpoint)
+    wire.trusted = True
+    wire.push(hello)
+    answer = _next(wire, endpoint)
+    if isinstance(answer, Refused):
+        raise LaunchError(answer.fact, code=answer.code, fix=answer.fix)
+    if not isinstance(answer, Welcome):
+        raise _stranger(endpoint)
+    return answer
+
+
+def _connect(host: str, port: int, patience_s: float, note: Callable[[str], None]) -> socket.socket:
+    """Return a connection, tried again and again since nodes start in any order."""
+    from shardwise.environment import variables
+    from shardwise.launcher.nodes.network import resolve
+
+    start, told = time.monotonic(), False
+    # The name of a pod comes and goes with the pod; elsewhere a name that means nothing now never will.
+    patience = {"patience_s": patience_s} if variables("KUBERNETES_SERVICE_HOST") else {}
+    while True:
+        resolve(host, port, **patience)
+        try:
+            return socket.create_connection((host, port), timeout=_ATTEMPT_S)
+        except OSError as error:
+            waited_s = time.monotonic() - start
+            reason = error.strerror or "no answer"
+        if waited_s > patience_s:
+            raise LaunchError(
+                f"node 0 did not answer at {host}:{port} for {patience_s:g} s ({reason})",
+                code="rendezvous.unreachable",
+                fix="start node 0 there, and let this machine reach that port",
+            )
+        if waited_s > _PATIENCE_S and not told:
+            told = True
+            note(f"waiting for node 0 at {host}:{port} ({reason})")
+        time.sleep(0.1)
+
+
+def _next(wire: Wire[FromHub], endpoint: str, gone: LaunchError | None = None) -> FromHub:
+    """Return the next message, beats left out; refuse what says nothing, or hangs up (by `gone`, if given)."""
+    deadline = time.monotonic() + _ANSWER_S
+    while time.monotonic() < deadline:
+        messages = wire.pull()
+        if messages is None:
+            raise gone or _stranger(endpoint)
+        real = [message for message in messages if not isinstance(message, Beat)]
+        if real:
+            wire.put_back(real[1:])
+            return real[0]
+        wire.flush()
+        time.sleep(0.005)
+    raise _stranger(endpoint)
+
+
+def _stranger(endpoint: str) -> LaunchError:
+    return LaunchError(
+        f"what answers at {endpoint} is no node 0 of shardwise", code="rendezvous.unknown-peer", fix="see --master-port"
+    )

@@ -1,0 +1,86 @@
+"""How nodes agree who is in a round: torch's dynamic rendezvous, run by a process of its own beside the launcher."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from shardwise.environment import adopt, variables
+from shardwise.launcher.local.channel import Channel
+from shardwise.launcher.local.orders import KEY_VARIABLE, Assembly, StartMeeting
+from shardwise.launcher.local.processes import die_with_parent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PRELOAD = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+_NO_KEEP_ALIVE = timedelta(hours=1)
+"""torch would drop a node whose clock is some seconds off; the hub hears by itself who is there."""
+
+
+class _Card(msgspec.Struct):
+    """What nodes tell each other through the store when they have met."""
+
+    node: int
+    nproc: int
+
+
+def meeting_work(order: StartMeeting, descriptor: int | None, parent: int) -> Callable[[], None]:
+    """Return what meets the other nodes, says who came on the socket `descriptor`, and stays until it is killed."""
+    die_with_parent(parent)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    # The ranks' store is ours, one for every round: torch would make another from the name of this node.
+    adopt({**order.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    answer: Channel[Assembly] = Channel(socket.socket(fileno=descriptor), Assembly)
+
+    def work() -> None:
+        try:
+            assembly = _meet(order)
+        except Exception as error:  # noqa: BLE001 - whatever torch raises is the launcher's to tell
+            assembly = Assembly(refusal=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        answer.send(assembly)
+        while True:
+            signal.pause()  # its thread keeps torch's rendezvous open for those who are slower
+
+    return work
+
+
+def _meet(order: StartMeeting) -> Assembly:
+    """Communicate with the other nodes through the store of this round until enough have come."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+
+    from shardwise.launcher.nodes.signed_rendezvous import SignedBackend
+
+    limit = timedelta(seconds=order.join_s)
+    store = TCPStore(order.host, order.port, is_master=False, timeout=limit, wait_for_workers=False)
+    handler = DynamicRendezvousHandler.from_backend(
+        order.run_id,
+        store,
+        SignedBackend(C10dRendezvousBackend(store, order.run_id), order.key),
+        order.least,
+        order.most,
+        # torch numbers nodes by the alphabet of their addresses; ours begin with the number they are to have.
+        local_addr=f"{order.node:06d}",
+        timeout=RendezvousTimeout(join=limit, last_call=timedelta(seconds=order.last_call_s)),
+        keep_alive_interval=int(_NO_KEEP_ALIVE.total_seconds()),
+    )
+    info = handler.next_rendezvous()
+    info.store.set(f"card/{info.rank}", msgspec.json.encode(_Card(order.node, order.nproc)))
+    cards = [msgspec.json.decode(info.store.get(f"card/{rank}"), type=_Card) for rank in range(info.world_size)]
+    return Assembly(tuple(card.node for card in cards), tuple(card.nproc for card in cards))
+
+
+if __name__ == "__main__":
+    text, end, launcher = sys.argv[1:4]
+    environ = variables("")
+    key = environ.pop(KEY_VARIABLE)
+    order = msgspec.structs.replace(msgspec.json.decode(text, type=StartMeeting), environ=environ, key=key)
+    meeting_work(order, int(end), int(launcher))()

@@ -1,0 +1,329 @@
+"""The hub's mind: what it knows of the nodes of a run, and what each is told next; no sockets, no clock of its own."""
+
+from __future__ import annotations
+
+import math
+import signal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from shardwise.launcher.local.evidence import find_mismatch
+from shardwise.launcher.local.supervise import SETTLE_S
+from shardwise.launcher.nodes.membership import EndRun, Limits, RoundStatus, decide_round, place_node
+from shardwise.launcher.nodes.messages import (
+    Again,
+    Ended,
+    Failing,
+    Leaving,
+    Meet,
+    Met,
+    Note,
+    Opened,
+    Over,
+    Ready,
+    Refused,
+    Stop,
+    Welcome,
+)
+from shardwise.runs.exitcodes import PREEMPTED
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardwise.launcher.nodes.messages import FromNode, Hello
+
+GATHER_S = 2.0
+"""Nodes that come within this time of each other join together."""
+
+
+@dataclass
+class _Member:
+    """One node that was welcomed."""
+
+    node: int
+    host: str
+    is_ready: bool = False
+    in_round: bool = False
+    """It was told to meet, or met."""
+    ended: Ended | None = None
+    is_leaving: int = 0
+    """Signal by which its launcher was told to stop; 0 for none."""
+
+    @property
+    def place(self) -> str:
+        return f"node {self.node} ({self.host})"
+
+
+@dataclass
+class _Round:
+    """What is known of one round."""
+
+    number: int
+    port: int = 0
+    """Of its store; 0 until that is open."""
+    nodes: tuple[int, ...] = ()
+    """That met; none until they have."""
+    is_settled: bool = False
+    """Its nodes are known, so that a newcomer waits for the next."""
+    is_stopping: bool = False
+    """Its ranks were told to stop because of a fault."""
+    is_reshaping: bool = False
+    """They were asked to, because a node joins or leaves."""
+    interrupted: int = 0
+    """Signal by which somebody asked the whole run to stop."""
+    stop_at: float = math.inf
+    stop_reason: str = ""
+    grow_at: float = math.inf
+    gone: list[str] = field(default_factory=list)
+    ends: list[tuple[str, Ended]] = field(default_factory=list)
+    """Place of a node, and how its ranks ended."""
+
+    @property
+    def has_met(self) -> bool:
+        return bool(self.nodes)
+
+    def stop(self, reason: str, at: float) -> None:
+        """Have the ranks stopped at this time, unless they are earlier."""
+        if not self.is_stopping and at < self.stop_at:
+            self.stop_at, self.stop_reason = at, reason
+
+    def status(self, *, num_nodes: int, had_met: bool) -> RoundStatus:
+        """Return what there is to decide upon."""
+        return RoundStatus(
+            exits=tuple(exit_ for _, ended in self.ends for exit_ in ended.exits),
+            gone=tuple(self.gone),
+            broken=self._first_loss(by_verdict=False),
+            verdict=self._first_loss(by_verdict=True),
+            num_nodes=num_nodes,
+            had_met=had_met,
+            interrupted=self.interrupted,
+            reshaping=self.is_reshaping,
+            # One that was stopped before it met the others has no exits to tell of.
+            complete=self.has_met and len(self.nodes) == sum(bool(ended.exits) for _, ended in self.ends),
+        )
+
+    def _first_loss(self, *, by_verdict: bool) -> str:
+        losses = (
+            f"{ended.lost} on {place}" for place, ended in self.ends if ended.lost and ended.by_verdict == by_verdict
+        )
+        return next(losses, "")
+
+
+class Roster:
+    """Takes what happens, in the order of events, and yields messages by node; node 0 is the one that asks."""
+
+    def __init__(self, limits: Limits, *, facts: Mapping[str, str], host: str, run: str, now: float) -> None:
+        """Begin with no node; `facts` must be the same on all, `host` and `run` are node 0's name and directory."""
+        self.is_over = False
+        self._limits = limits
+        self._facts, self._host, self._run = facts, host, run
+        self._members: dict[int, _Member] = {}
+        self._dismissed: dict[int, str] = {}
+        """Hosts of nodes that were let go and have not hung up yet: until then their numbers are taken."""
+        self._out: list[tuple[int, msgspec.Struct]] = []
+        self._round = _Round(0)
+        self._restarts = 0
+        self._join_by = now + limits.join_s
+        self._was_whole = False
+        """Whether a first round has met: from then on the hub knows who is there, and nobody waits for more."""
+
+    def take(self) -> list[tuple[int, msgspec.Struct]]:
+        """Return what is to be sent now: (node, message)."""
+        out, self._out = self._out, []
+        return out
+
+    def join(self, hello: Hello) -> int | Refused:
+        """Welcome a newcomer and return which node it is, or say why it is none."""
+        if self.is_over:
+            return Refused("the run is over", "start it again on all nodes", code="rendezvous.run-over")
+        taken = {**self._dismissed, **{node: member.host for node, member in self._members.items()}}
+        node = place_node(hello, self._facts, taken, self._limits.most, self._host)
+        if isinstance(node, Refused):
+            self._tell(0, Note(f"refused a node: {node.fact}"))
+            return node
+        self._members[node] = _Member(node, hello.host)
+        self._tell(node, Welcome(node, self._run))
+        if self._was_whole:
+            self._note(f"{self._members[node].place} has come and will join")
+        return node
+
+    def hear(self, node: int, message: FromNode, now: float) -> None:
+        """Take in what a node says; what is about an earlier round is too late."""
+        member = self._members.get(node)
+        if member is None or self.is_over or getattr(message, "round", self._round.number) != self._round.number:
+            return
+        match message:
+            case Ready():
+                member.is_ready = True
+                self._invite(member, now)
+            case Opened(_, port):
+                self._round.port, member.is_ready = port, True
+                for other in self._members.values():
+                    self._invite(other, now)
+                self._round.is_settled = self._was_whole
+            case Met(_, nodes):
+                self._take_round(nodes, now)
+            case Failing(_, certain):
+                self._round.stop(f"a rank of {member.place} failed", now if certain else now + SETTLE_S)
+            case Leaving(number):
+                self._let_go(member, number)
+            case Ended():
+                self._take_end(member, message, now)
+
+    def lose(self, node: int, how: str, now: float) -> None:
+        """Take note that a node is gone; `how` says what was seen of it."""
+        self._dismissed.pop(node, None)
+        member = self._members.pop(node, None)
+        if member is None or self.is_over:
+            return
+        lost = f"{member.place} is lost: {how}"
+        if node == 0:
+            self._end(EndRun(failed=True, lost=lost))
+            return
+        if not member.is_leaving:
+            self._note(lost)
+        if member.in_round and not member.is_leaving:
+            self._round.gone.append(lost)
+            if member.ended is None:  # else nobody waits for its ranks any more
+                self._round.stop(f"{member.place} is lost", now)
+                self.tick(now)
+        self._conclude_if_done()
+
+    def tick(self, now: float) -> None:
+        """Do what is due at time `now`."""
+        if self.is_over:
+            return
+        if now >= self._round.stop_at:
+            self._round.stop_at = math.inf
+            self._ask_to_stop(self._round.stop_reason, 0)
+        if now >= self._round.grow_at:
+            self._round.grow_at = math.inf
+            self._grow()
+        if not self._was_whole and now >= self._join_by:
+            here = ", ".join(member.place for member in self._members.values())
+            least = self._limits.least
+            self._end(EndRun(failed=True, lost=f"of at least {least} nodes only these came in time: {here}"))
+
+    def _grow(self) -> None:
+        joining = [member.place for member in self._ready() if not member.in_round]
+        if joining and not (self._round.ends or self._round.is_stopping or self._round.is_reshaping):
+            self._round.is_reshaping = True
+            self._note(f"{' and '.join(joining)} can start: all ranks are asked to save and stop")
+            self._ask_to_stop("a node joins", signal.SIGTERM)
+
+    def _ready(self) -> list[_Member]:
+        return [member for member in self._members.values() if member.is_ready and not member.is_leaving]
+
+    def _invite(self, member: _Member, now: float) -> None:
+        """Tell a node to meet if this round still forms, else let it join by a new round."""
+        limits, now_round = self._limits, self._round
+        if member.in_round or not member.is_ready or now_round.is_stopping:
+            return
+        if now_round.has_met:
+            now_round.grow_at = min(now_round.grow_at, now + GATHER_S)
+            return
+        if not now_round.port or now_round.is_settled:
+            return  # the store is not open yet, or this round knows whom it waits for
+        least, most = (limits.least, limits.most) if not self._was_whole else (len(self._ready()),) * 2
+        member.in_round = True
+        meet = Meet(now_round.number, now_round.port, least, most, limits.last_call_s, self._restarts)
+        self._tell(member.node, meet)
+
+    def _take_round(self, nodes: tuple[int, ...], now: float) -> None:
+        if self._round.has_met:
+            return
+        self._round.nodes = nodes
+        for member in self._members.values():
+            member.in_round = member.node in nodes
+        missing = [node for node in nodes if node not in self._members]
+        if missing:
+            self._round.stop(f"node {missing[0]} was lost as it met the others", now)
+            return
+        self._was_whole = True
+        if any(not member.in_round for member in self._ready()) and len(nodes) < self._limits.most:
+            self._round.grow_at = now + GATHER_S
+
+    def _ask_to_stop(self, reason: str, number: int) -> None:
+        self._round.is_stopping = self._round.is_stopping or number == 0
+        for member in self._members.values():
+            if member.in_round and member.ended is None:
+                self._tell(member.node, Stop(self._round.number, reason, number))
+
+    def _let_go(self, member: _Member, number: int) -> None:
+        """A launcher was told to stop: its node leaves, or the whole run stops."""
+        member.is_leaving = number
+        if member.node == 0 or len(self._ready()) < self._limits.least:
+            self._round.interrupted = number
+        elif not member.in_round:
+            self._dismiss(member)
+            return
+        self._round.is_reshaping = True
+        self._note(f"{member.place} was told to stop by {signal.Signals(number).name}")
+        self._ask_to_stop(f"{member.place} was told to stop", number)
+        self._conclude_if_done()
+
+    def _take_end(self, member: _Member, ended: Ended, now: float) -> None:
+        member.ended = ended
+        exits = tuple(replace(exit_, place=member.place) for exit_ in ended.exits)
+        self._round.ends.append((member.place, msgspec.structs.replace(ended, exits=exits)))
+        if ended.lost or any(exit_.failed for exit_ in exits):
+            self._round.stop(f"ranks of {member.place} ended", now if ended.lost else now + SETTLE_S)
+        self._conclude_if_done()
+
+    def _conclude_if_done(self) -> None:
+        """Decide what follows once every node of the round has ended its ranks or is gone."""
+        waiting = [member for member in self._members.values() if member.in_round and member.ended is None]
+        if self.is_over or waiting or not (self._round.ends or self._round.gone or self._round.interrupted):
+            return
+        status = self._round.status(num_nodes=len(self._ready()), had_met=self._was_whole)
+        decision = decide_round(status, self._limits, self._restarts)
+        if isinstance(decision, EndRun):
+            self._end(decision)
+            return
+        self._restarts = decision.restarts
+        self._note(decision.why)
+        for member in [member for member in self._members.values() if member.is_leaving]:
+            self._dismiss(member)
+        self._round = _Round(self._round.number + 1)
+        for member in self._members.values():
+            member.in_round, member.ended = False, None
+            self._tell(member.node, Again(self._round.number))
+
+    def _dismiss(self, member: _Member) -> None:
+        """Let a node go that was told to stop, while the run goes on."""
+        exits = member.ended.exits if member.ended is not None else ()
+        saved = any(exit_.returncode == PREEMPTED for exit_ in exits)
+        self._tell(member.node, Over(exit_code=PREEMPTED if saved else 0, interrupted=member.is_leaving))
+        del self._members[member.node]
+        self._dismissed[member.node] = member.host
+
+    def _end(self, decision: EndRun) -> None:
+        for node in self._members:
+            self._tell(node, _over(decision, self._round))
+        self.is_over = True
+
+    def _note(self, text: str) -> None:
+        for node in self._members:
+            self._tell(node, Note(text))
+
+    def _tell(self, node: int, message: msgspec.Struct) -> None:
+        self._out.append((node, message))
+
+
+def _over(decision: EndRun, last: _Round) -> Over:
+    """Return what every node hears at the end: of all exits, those that the report tells of."""
+    ends = [exit_ for _, ended in last.ends for exit_ in ended.exits]
+    # What was compared here need not travel again.
+    exits = tuple(replace(exit_, calls=None) for exit_ in ends if exit_.failed or exit_ == decision.cause)
+    return Over(
+        exit_code=decision.exit_code,
+        failed=decision.failed,
+        exits=exits,
+        cause=replace(decision.cause, calls=None) if decision.cause is not None else None,
+        lost=decision.lost,
+        interrupted=last.interrupted,
+        out_of_memory=any(ended.out_of_memory for _, ended in last.ends),
+        mismatch=find_mismatch(ends) if decision.failed else "",
+    )

@@ -1,0 +1,165 @@
+"""The guard that `--hosts` starts on every machine: answers checks, runs the node, and ends it when its stdin does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import select
+import socket
+import subprocess
+import sys
+import time
+from functools import partial
+
+from shardwise.environment import variables
+from shardwise.errors import LaunchError
+from shardwise.launcher.local.lines import decode_line, encode_line
+from shardwise.launcher.local.processes import become_reaper, die_with_parent, kill_descendants
+from shardwise.launcher.local.target import Target, check_target
+from shardwise.launcher.nodes.network import is_own, listen, own_addresses
+from shardwise.launcher.ssh.messages import (
+    MARK,
+    SILENCE_S,
+    Answer,
+    Facts,
+    Listen,
+    Look,
+    Order,
+    Reach,
+    Reply,
+    Signal,
+    Start,
+)
+from shardwise.runs.exitcodes import JOB_FAILED
+from shardwise.versions import package_version
+
+_LOOK_S = 0.1
+_REACH_S = 3.0
+
+
+class _Launcher:
+    """The other end of stdin: its orders, and whether it is still there."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._heard_at = time.monotonic()
+        self.is_gone = False
+
+    def orders(self, timeout_s: float, door: socket.socket | None = None, word: str = "") -> list[Order]:
+        """Wait for orders, or for `timeout_s`; meanwhile say `word` to whoever comes to the door."""
+        watched: list[int | socket.socket] = [0] if door is None else [0, door]
+        ready, _, _ = select.select(watched, [], [], timeout_s)
+        if door is not None and door in ready:
+            with contextlib.suppress(OSError):
+                guest, _ = door.accept()
+                with guest:
+                    guest.sendall(word.encode())
+        found: list[Order] = []
+        if 0 in ready:
+            data = os.read(0, 1 << 16)
+            self._heard_at = time.monotonic()
+            self.is_gone = not data
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            found = [decode_line(line, Order) for line in lines]
+        self.is_gone |= time.monotonic() - self._heard_at > SILENCE_S
+        return found
+
+
+def main() -> int:
+    """Obey the launcher until it is gone or what it had started has ended; return the exit code of that."""
+    launcher = _Launcher()
+    door, word = None, ""
+    while not launcher.is_gone:
+        for order in launcher.orders(_LOOK_S, door, word):
+            if door is not None and isinstance(order, Listen | Start):
+                door.close()
+                door = None
+            match order:
+                case Look(target):
+                    _say(_facts(target))
+                case Listen():
+                    door, word = _open(order), order.word
+                case Reach():
+                    _say(Answer(refusal=_reach(order)))
+                case Start():
+                    return _run(order, launcher)
+    return JOB_FAILED
+
+
+def _say(reply: Reply) -> None:
+    sys.stdout.buffer.write(MARK + encode_line(reply))
+    sys.stdout.buffer.flush()
+
+
+def _facts(target: Target) -> Facts:
+    versions = {
+        "shardwise": package_version("shardwise"),
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": package_version("torch").partition("+")[0],
+    }
+    outward = {name: address for name, address in own_addresses().items() if not address.startswith("127.")}
+    # What sshd says of its connection: client, its port, server, its port.
+    ssh = variables("SSH_CONNECTION").get("SSH_CONNECTION", "").split()
+    launcher, own = (ssh[0], ssh[2]) if len(ssh) == 4 else ("", "")
+    try:
+        check_target(target)
+    except LaunchError as error:
+        return Facts(versions, outward, own, launcher, error.fact, error.fix, error.code)
+    return Facts(versions, outward, own, launcher)
+
+
+def _open(order: Listen) -> socket.socket | None:
+    """Open the door and say how that went."""
+    if not is_own(order.address):
+        _say(Answer(refusal=f"{order.address} is not its address"))
+        return None
+    try:
+        door = listen(order.address, order.port)
+    except LaunchError as error:
+        _say(Answer(refusal=error.fact))
+        return None
+    _say(Answer(port=int(door.getsockname()[1])))
+    return door
+
+
+def _reach(order: Reach) -> str:
+    """Return why `word` is not heard there; empty when it is."""
+    try:
+        with socket.create_connection((order.address, order.port), timeout=_REACH_S) as end:
+            heard = end.recv(len(order.word))
+    except OSError as error:
+        return error.strerror or "no answer"
+    return "" if heard.decode(errors="replace") == order.word else "another machine answers there"
+
+
+def _run(order: Start, launcher: _Launcher) -> int:
+    """Run the node; when the launcher goes first, ask the node to stop, then kill what is left."""
+    become_reaper()
+    # -P: the folder of the user's script is no place to import our own modules from.
+    node = subprocess.Popen(
+        [sys.executable, "-P", "-m", "shardwise", *order.words],
+        stdin=subprocess.DEVNULL,
+        env={**variables(""), **order.variables},
+        process_group=0,
+        preexec_fn=partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - the guard has one thread
+    )
+    deadline = None
+    while node.poll() is None and (deadline is None or time.monotonic() < deadline):
+        if launcher.is_gone:  # its end of stdin would be readable for ever
+            if deadline is None:
+                node.terminate()
+                deadline = time.monotonic() + order.grace_s
+            time.sleep(_LOOK_S)
+            continue
+        for passed in launcher.orders(_LOOK_S):
+            if isinstance(passed, Signal):
+                node.send_signal(passed.number)
+    code = node.poll()
+    kill_descendants()  # also the node, and what left its process group
+    code = node.wait() if code is None else code
+    return 128 - code if code < 0 else code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

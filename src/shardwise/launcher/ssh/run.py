@@ -1,0 +1,99 @@
+"""One run on many machines from one command: checked first, started over OpenSSH, shown by host, ended together."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from shardwise.launcher.local.supervise import caught_signals
+from shardwise.launcher.ssh.checks import Meeting, find_here, find_meeting, look_at_all
+from shardwise.launcher.ssh.messages import Start
+from shardwise.launcher.ssh.session import Session, Sessions
+from shardwise.runs.exitcodes import INTERRUPTED, JOB_FAILED, describe_exit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from shardwise.launcher.local.target import Target
+    from shardwise.launcher.ssh.hosts import HostSpec
+
+_SSH_FAILED = 255
+_TOGETHER_S = 10.0
+"""Nodes learn of each other's end in 5 s; those that still run after this are stopped from here."""
+_MARGIN_S = 5.0
+
+
+def launch_on_hosts(
+    hosts: Sequence[HostSpec],
+    target: Target,
+    node_words: Callable[[Meeting], Sequence[Sequence[str]]],
+    *,
+    variables: Mapping[str, str],
+    least: int,
+    master_addr: str = "",
+    master_port: int = 0,
+    grace_s: float,
+    show: Callable[[int, bytes], None],
+    note: Callable[[str], None],
+) -> int:
+    """Run one node on every host and return the exit code of the run; nothing is left on any host.
+
+    `node_words` gives what follows `shardwise` on each host once it is known where nodes meet; `variables`, the
+    secret among them, travel by stdin. `show` gets (0 stdout or 1 stderr, line) with the host's name before it. The
+    run is over when fewer than `least` hosts are left.
+    """
+    here = find_here(hosts)
+    opened = [Session(host, is_here=is_here) for host, is_here in zip(hosts, here, strict=True)]
+    with Sessions(opened) as sessions:
+        facts = look_at_all(opened, sessions, target)
+        meeting = find_meeting(opened, sessions, facts, master_addr, master_port)
+        if len(hosts) > 1:
+            note(f"shardwise: {len(hosts)} hosts checked; they meet at {meeting.address}:{meeting.port}")
+        for session, words in zip(opened, node_words(meeting), strict=True):
+            session.send(Start(list(words), dict(variables), grace_s + _MARGIN_S))
+        _follow(sessions, least, grace_s, show, note)
+        return _exit_code([session.process.poll() for session in opened], was_asked=sessions.was_asked)
+
+
+def _follow(
+    sessions: Sessions, least: int, grace_s: float, show: Callable[[int, bytes], None], note: Callable[[str], None]
+) -> None:
+    """Show what nodes write and have signals passed on until all have ended."""
+    ended: set[Session] = set()
+    hang_up_at = kill_at = float("inf")
+    width = max(len(session.name) for session in sessions.all)
+    with caught_signals(sessions.signals):
+        while running := sessions.running:
+            for session, stream, line in sessions.hear(0.2):
+                show(stream, f"[{session.name:{width}}] ".encode() + line + b"\n")
+            for session in set(sessions.all) - ended - set(running):
+                ended.add(session)
+                code = session.process.poll()
+                if not _is_known(code):
+                    note(f"shardwise: host {session.name} is lost: ssh ended with {describe_exit(code or 0)}")
+            now = time.monotonic()
+            if len(sessions.all) - sum(session.process.poll() != 0 for session in ended) < least:
+                hang_up_at = min(hang_up_at, now + _TOGETHER_S)
+            if now > hang_up_at:
+                for session in running:
+                    session.hang_up()
+                hang_up_at, kill_at = float("inf"), min(kill_at, now + grace_s + 2 * _MARGIN_S)
+            if now > kill_at:
+                return  # leaving the context kills what is left
+
+
+def _exit_code(codes: Sequence[int | None], *, was_asked: bool) -> int:
+    """Return the code that the nodes agree on: node 0's, unless only another knows it.
+
+    A node whose launcher went away stops the run as if asked to; when nobody asked, that is a failure.
+    """
+    known = [code for code in codes if code is not None and _is_known(code)]
+    if codes[0] == 0:
+        return 0
+    code = next((code for code in known if code), INTERRUPTED if was_asked else JOB_FAILED)
+    return JOB_FAILED if code == INTERRUPTED and not was_asked else code
+
+
+def _is_known(code: int | None) -> bool:
+    """Return whether this is a node's exit code, not ssh's own failure or death."""
+    return code is not None and 0 <= code != _SSH_FAILED

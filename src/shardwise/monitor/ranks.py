@@ -1,0 +1,115 @@
+"""The ranks of a run: what each is busy with, how far it is behind the first, and how it ended."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardwise.monitor.growing import GrowingFile
+from shardwise.monitor.status import RankStatus
+from shardwise.runs.recorder import PHASES, last_mark, read_recorder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from shardwise.monitor.launches import RankEnd
+    from shardwise.runs import RunDirectory
+    from shardwise.runs.recorder import Mark
+
+_LAST = 1 << 16
+"""Bytes at the end of an events file that say where its rank is now; only rank 0's is read whole."""
+
+
+class Ranks:
+    """Marks, memory and steps of every rank, as its records last told."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._files: dict[int, GrowingFile] = {}
+        self._told: dict[int, tuple[int, float | None]] = {}
+        """By rank: steps done and memory, by its last `steps` event."""
+        self._marks: dict[int, Mark] = {}
+        self._leader: Sequence[Mark] = ()
+        """What the first rank did lately."""
+
+    @property
+    def newest(self) -> float:
+        """When the last mark of any rank was made; 0.0 without one."""
+        return max((mark.at for mark in self._marks.values()), default=0.0)
+
+    def refresh(self, ranks: Collection[int], tell: Callable[[dict[str, Any], int], None]) -> None:
+        """Read what is new of these ranks; `tell` hears notes; the events of rank 0 are read elsewhere."""
+        self._marks = {}
+        for rank in ranks:
+            mark = last_mark(self._run.recorder(rank))
+            if mark is not None:
+                self._marks[rank] = mark
+            if rank:
+                for event in self._file(rank).read():
+                    self.take(event, rank)
+                    if event["kind"] == "note":
+                        tell(event, rank)
+        self._leader = self._read_leader()
+
+    def take(self, event: Mapping[str, Any], rank: int) -> None:
+        """Take one event of a rank."""
+        if event["kind"] == "steps" and isinstance(event.get("losses"), list) and isinstance(event.get("first"), int):
+            self._told[rank] = (event["first"] + len(event["losses"]), event.get("memory_bytes"))
+
+    def highest_memory(self) -> tuple[int, float] | None:
+        """Return the rank that needed most memory so far, and how much; None where none told."""
+        told = {rank: memory for rank, (_, memory) in sorted(self._told.items()) if memory is not None}
+        if not told:
+            return None
+        rank = max(told, key=told.__getitem__)
+        return rank, told[rank]
+
+    def status(self, rank: int, facts: Mapping[str, Any], end: RankEnd | None, *, now: float, state: str) -> RankStatus:
+        """Return one rank's status; `facts` are its host, device and pid, `state` that of a rank without an end."""
+        mark = self._marks.get(rank)
+        told_step, memory = self._told.get(rank, (None, None))
+        step = told_step if mark is None else mark.step
+        is_running = end is None and state == "running"
+        return RankStatus(
+            rank=rank,
+            host=str(facts.get("host", "")),
+            device=str(facts.get("device", "")),
+            pid=facts.get("pid"),
+            phase=mark.phase if mark is not None else "",
+            since=mark.at if mark is not None else None,
+            step=step,
+            lag_s=lag_s(mark, self._leader, now) if mark is not None and is_running else None,
+            lag_steps=max(0, self._leader[-1].step - mark.step) if mark is not None and self._leader else None,
+            memory_bytes=memory,
+            state=end.state if end is not None else state,
+            words=end.words if end is not None else "",
+        )
+
+    def _file(self, rank: int) -> GrowingFile:
+        if rank not in self._files:
+            self._files[rank] = GrowingFile(self._run.events(rank), last=_LAST)
+        return self._files[rank]
+
+    def _read_leader(self) -> Sequence[Mark]:
+        """Read the marks of the rank that is furthest, of equal ones the first to get there."""
+        if not self._marks:
+            return ()
+        leader = max(self._marks, key=lambda rank: (_place(self._marks[rank]), -self._marks[rank].at))
+        if all(_place(mark) == _place(self._marks[leader]) for mark in self._marks.values()):
+            return (self._marks[leader],)
+        found = read_recorder(self._run.recorder(leader))
+        return found.marks if found is not None and found.marks else (self._marks[leader],)
+
+
+def lag_s(mark: Mark, leader: Sequence[Mark], now: float) -> float:
+    """Return for how many seconds the leader has been further than `mark`; at least that, where it kept no record."""
+    place = _place(mark)
+    ahead = None
+    for theirs in reversed(leader):
+        if _place(theirs) <= place:
+            break
+        ahead = theirs
+    return 0.0 if ahead is None else max(0.0, now - ahead.at)
+
+
+def _place(mark: Mark) -> tuple[int, int]:
+    return mark.step, PHASES.index(mark.phase)

@@ -1,0 +1,191 @@
+"""The local web page of a run: loopback only, behind a token, from the standard library."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+import threading
+import time
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qs, urlsplit
+
+import msgspec
+
+from shardwise.errors import InputError
+from shardwise.monitor.growing import end_of_file
+from shardwise.monitor.increments import increment
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from shardwise.monitor.view import RunView
+
+HOST = "127.0.0.1"
+REFRESH_S = 0.5
+IDLE_S = 10.0
+"""Without a request for so long nobody looks, and nothing is read."""
+LOG_BYTES = 1 << 16
+_TOKEN = re.compile(r"[A-Za-z0-9_-]{20,}")
+_FILES = ("index.html", "page.css", "page.js", "chart.js", "table.js", "words.js", "icon.svg")
+_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
+    " img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",  # the address holds the token
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class Address(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the page of a run is: kept beside the run, so that a page finds its server again after a restart."""
+
+    port: int
+    token: str
+
+
+class PageServer(ThreadingHTTPServer):
+    """Serves one view; a thread of its own refreshes it while somebody looks."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, view: RunView, port: int, token: str) -> None:
+        self.view = view
+        self.token = token
+        self.lock = threading.Lock()
+        """Held while the view is read from files, a piece at a time, and while an answer is made of it."""
+        self.wanted_at = time.monotonic()
+        self._stop = threading.Event()
+        self._refreshing = threading.Thread(target=self._refresh, name="refresh", daemon=True)
+        super().__init__((HOST, port), _Requests)  # closes this server, and raises, where the port is taken
+        self._refreshing.start()
+
+    @property
+    def url(self) -> str:
+        """The page's address; whoever knows it may look."""
+        return f"http://{HOST}:{self.server_port}/{self.token}/"
+
+    def server_close(self) -> None:
+        """Stop refreshing, and give the port back."""
+        self._stop.set()
+        super().server_close()
+        if self._refreshing.is_alive():
+            self._refreshing.join()
+
+    def _refresh(self) -> None:
+        while not self._stop.is_set():
+            is_behind = False
+            if time.monotonic() - self.wanted_at < IDLE_S:
+                with self.lock:
+                    is_behind = self.view.refresh()
+            self._stop.wait(0.001 if is_behind else REFRESH_S)
+
+
+def page_server(view: RunView, port: int | None) -> PageServer:
+    """Return a server that listens at `port`; None takes that of the last time if it is free, else any."""
+    known = _remembered(view.run.path)
+    token = known.token if known is not None else secrets.token_urlsafe(24)
+    wanted = [port] if port is not None else [known.port, 0] if known is not None else [0]
+    for number in wanted:
+        try:
+            server = PageServer(view, number, token)
+        except (OSError, OverflowError) as error:
+            failure = error
+        else:
+            _remember(view.run.path, Address(port=server.server_port, token=token))
+            return server
+    reason = getattr(failure, "strerror", None) or failure
+    raise InputError(
+        f"port {port} cannot be listened at ({reason})",
+        code="watch.listen-failed",
+        fix="name another --port, or leave it out",
+    )
+
+
+def _remembered(run: Path) -> Address | None:
+    try:
+        known = msgspec.json.decode((run / "watch.json").read_bytes(), type=Address)
+    except (OSError, ValueError):
+        return None
+    return known if _TOKEN.fullmatch(known.token) and 0 < known.port < 1 << 16 else None
+
+
+def _remember(run: Path, address: Address) -> None:
+    """Keep the address where its owner alone can read it; a run that cannot be written to has none."""
+    path = run / "watch.json"
+    try:
+        path.touch(mode=0o600)
+        path.chmod(0o600)
+        path.write_bytes(msgspec.json.encode(address))
+    except OSError:
+        return
+
+
+class _Requests(BaseHTTPRequestHandler):
+    server: PageServer
+    protocol_version = "HTTP/1.1"
+    timeout = 30  # an idle connection does not keep its thread
+
+    def do_GET(self) -> None:
+        """Answer the page, its parts, its questions for what is new, and for the end of a rank's log."""
+        parts = urlsplit(self.path)
+        token, _, name = parts.path.removeprefix("/").partition("/")
+        if not self._is_allowed(token):
+            self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"wrong address: copy the whole one that was printed\n")
+            return
+        self.server.wanted_at = time.monotonic()
+        asked = {key: values[-1] for key, values in parse_qs(parts.query).items()}
+        if name == "state":
+            with self.server.lock:
+                found = increment(self.server.view, asked.get("since", ""))
+            self._answer(HTTPStatus.OK, "application/json", msgspec.json.encode(found))
+        elif name == "log" and asked.get("rank", "").isascii() and asked.get("rank", "").isdigit():
+            logs = self._logs(int(asked["rank"]))
+            self._answer(HTTPStatus.OK, "application/json", msgspec.json.encode(logs))
+        elif (file := name or "index.html") in _FILES:
+            content = resources.files("shardwise.monitor").joinpath("page", file).read_bytes()
+            kind = _KINDS[file.rpartition(".")[2]]
+            self._answer(HTTPStatus.OK, f"{kind}; charset=utf-8", content)
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"there is no such page\n")
+
+    def _is_allowed(self, token: str) -> bool:
+        """Whether the token is right, and the browser thinks that it talks to this machine: names can be rebound."""
+        port = self.server.server_port
+        is_here = self.headers.get("Host", "") in {f"{HOST}:{port}", f"localhost:{port}"}
+        return hmac.compare_digest(token.encode(), self.server.token.encode()) and is_here
+
+    def _logs(self, rank: int) -> dict[str, str]:
+        run = self.server.view.run
+        return {
+            "out": end_of_file(run.stdout(rank), LOG_BYTES),
+            "err": end_of_file(run.stderr(rank), LOG_BYTES),
+            "error": _traceback(run.error(rank)),
+        }
+
+    def _answer(self, status: HTTPStatus, kind: str, content: bytes) -> None:
+        self.send_response(status)
+        for name, value in {**_HEADERS, "Content-Type": kind, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def version_string(self) -> str:
+        """Tell strangers nothing."""
+        return "shardwise"
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the standard library's name
+        """Say nothing: the address holds the token, and the terminal is the user's."""
+
+
+def _traceback(path: Path) -> str:
+    try:
+        return str(msgspec.json.decode(path.read_bytes())["traceback"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""

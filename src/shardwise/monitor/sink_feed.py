@@ -1,0 +1,113 @@
+"""What a run's files say that a tracker was not told yet, as points of curves and notes."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardwise.monitor.growing import GrowingFile
+from shardwise.monitor.story import Story
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from shardwise.monitor.status import Entry
+    from shardwise.runs import RunDirectory
+
+_NOTED = {"restart", "note", "verdict", "exit"}
+"""Entries of a run's story that are worth a note beside the curves."""
+
+
+class Point(NamedTuple):
+    """One value of one curve."""
+
+    name: str
+    step: int
+    value: float
+    """May be no number."""
+    at: float
+    """Seconds since the epoch."""
+
+
+class Feed:
+    """Reads the events of all ranks and launchers from their beginning.
+
+    Each curve only grows: a step that a restart did again, or that an earlier mirror told, is not told again.
+    """
+
+    def __init__(self, run: RunDirectory, told: Mapping[str, int]) -> None:
+        """`told`: the last step of each curve that the tracker has."""
+        self.told = dict(told)
+        self._folder = run.events(0).parent
+        self._files: dict[Path, GrowingFile] = {}
+        self._story = Story()
+
+    def read(self) -> list[Point]:
+        """Return what is new in the next piece of every file; empty when all was read."""
+        for path in sorted(self._folder.glob("*.jsonl")):
+            if path not in self._files:
+                self._files[path] = GrowingFile(path)
+        points: list[Point] = []
+        while not points:
+            pieces = [(path, file.read()) for path, file in self._files.items()]
+            for path, events in pieces:
+                for event in events:
+                    points += self._new(_points_of(path.stem, event))
+                    self._story.tell(event)
+            if not any(file.behind for file in self._files.values()):
+                break
+        return points
+
+    def notes(self) -> list[Entry]:
+        """Return the notes of all that was read so far, oldest first."""
+        return [entry for entry in self._story.since(0) if entry.kind in _NOTED]
+
+    def _new(self, points: Iterable[Point]) -> Iterator[Point]:
+        for point in points:
+            if point.step > self.told.get(point.name, -1):
+                self.told[point.name] = point.step
+                yield point
+
+
+def _points_of(writer: str, event: Mapping[str, Any]) -> list[Point]:
+    """Return the points of one event; `writer` is rankN or a launcher."""
+    try:
+        if event["kind"] == "steps":
+            return [*(_training(event) if writer == "rank0" else ()), *_memory(writer, event)]
+        if event["kind"] == "evaluation" and writer == "rank0":
+            values = event["values"].items()
+            return [
+                Point(f"evaluation/{name}", int(event["step"]), _number(v), float(event["at"])) for name, v in values
+            ]
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
+        pass  # written by another version: what it does say is told
+    return []
+
+
+def _training(event: Mapping[str, Any]) -> Iterator[Point]:
+    """Yield the loss of every step of a publication, and what it says once of its last."""
+    first, losses, at = int(event["first"]), event["losses"], float(event["at"])
+    pace = float(event["seconds"]) / len(losses)
+    for place, loss in enumerate(losses):
+        yield Point("train/loss", first + place, _number(loss), at - pace * (len(losses) - 1 - place))
+    last = first + len(losses) - 1
+    once = {
+        "train/learning_rate": event.get("lr"),
+        "train/gradient_norm": event.get("grad_norm"),
+        "train/epoch": event.get("epoch"),
+        "train/samples_per_s": event["samples"] / event["seconds"],
+    }
+    for name, value in once.items():
+        if value is not None:
+            yield Point(name, last, float(value), at)
+
+
+def _memory(writer: str, event: Mapping[str, Any]) -> Iterator[Point]:
+    if event.get("memory_bytes") is not None:
+        last = int(event["first"]) + len(event["losses"]) - 1
+        yield Point(f"memory_gib/{writer}", last, float(event["memory_bytes"]) / 2**30, float(event["at"]))
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)

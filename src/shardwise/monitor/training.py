@@ -1,0 +1,114 @@
+"""The training of a run, folded from the events of rank 0: curves, the place it has come to, its saves and restarts."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from shardwise.monitor.status import CheckpointStatus, RestartMark
+from shardwise.monitor.thin import Curve
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MOST_SAVES = 50
+CURVES = ("loss", "evaluation", "throughput", "memory", "gradient")
+
+
+class Training:
+    """What rank 0 told of its steps; steps that a restart does again replace those of before."""
+
+    def __init__(self) -> None:
+        self.curves = {name: Curve() for name in CURVES}
+        self.step = 0
+        """Steps that are done."""
+        self.num_steps: int | None = None
+        self.parameters: int | None = None
+        self.facts: dict[str, str] = {}
+        self.placed: dict[int, dict[str, Any]] = {}
+        """Host, device and pid, by rank."""
+        self.epoch: int | None = None
+        self.loss: float | None = None
+        self.lr: float | None = None
+        self.samples_per_s: float | None = None
+        self.seconds_per_step: float | None = None
+        self.evaluation: dict[str, float | None] = {}
+        self.saves: dict[int, CheckpointStatus] = {}
+        self.restarts: list[RestartMark] = []
+        self.has_started = False
+        self.has_ended = False
+        self._restarted_at: float | None = None
+
+    def fold(self, event: Mapping[str, Any]) -> None:
+        """Take one event of rank 0; a kind that is not known is passed over, and one that is malformed too."""
+        folding = getattr(self, f"_fold_{event['kind']}", None)
+        if folding is not None:
+            try:
+                folding(event)
+            except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+                return  # written by another version: what it does say is shown
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds to the last step at the pace of the last ones; evaluations and saves come on top."""
+        if self.num_steps is None or self.seconds_per_step is None or self.has_ended:
+            return None
+        return max(0, self.num_steps - self.step) * self.seconds_per_step
+
+    def _fold_start(self, event: Mapping[str, Any]) -> None:
+        if self.has_started:
+            self._restarted_at = float(event["at"])
+        self.has_started, self.has_ended = True, False
+        self.num_steps = int(event["num_steps"])
+        self.parameters = int(event["parameters"])
+        self.facts = {name: value for name, value, _ in event["facts"]}
+        self.placed = {int(place["rank"]): place for place in event["ranks"]}
+
+    def _fold_steps(self, event: Mapping[str, Any]) -> None:
+        first, losses = int(event["first"]), event["losses"]
+        last = first + len(losses) - 1
+        if first < self.step or self._restarted_at is not None:
+            self._go_back(first)
+        for step, loss in enumerate(losses, first):
+            self.curves["loss"].add(step, math.nan if loss is None else loss)
+        for name, value in (("memory", event.get("memory_bytes")), ("gradient", event.get("grad_norm"))):
+            if value is not None:
+                self.curves[name].add(last, float(value))
+        self.step, self.loss = last + 1, losses[-1]
+        self.epoch, self.lr = event["epoch"], event["lr"]
+        seconds = max(float(event["seconds"]), 1e-9)
+        self.curves["throughput"].add(last, event["samples"] / seconds)
+        self._smooth(event["samples"] / seconds, seconds / len(losses), seconds)
+
+    def _smooth(self, samples_per_s: float, seconds_per_step: float, seconds: float) -> None:
+        """Weigh windows by their time: short ones are noisy."""
+        weight = min(1.0, 0.5 * seconds)
+        if self.samples_per_s is None or self.seconds_per_step is None:
+            self.samples_per_s, self.seconds_per_step = samples_per_s, seconds_per_step
+            return
+        self.samples_per_s += weight * (samples_per_s - self.samples_per_s)
+        self.seconds_per_step += weight * (seconds_per_step - self.seconds_per_step)
+
+    def _go_back(self, first: int) -> None:
+        """Steps from `first` on are done again."""
+        for curve in self.curves.values():
+            curve.cut(first)
+        self.saves = {step: save for step, save in self.saves.items() if step <= first}
+        if self._restarted_at is not None:
+            self.restarts.append(RestartMark(step=first, at=self._restarted_at))
+            self._restarted_at = None
+
+    def _fold_evaluation(self, event: Mapping[str, Any]) -> None:
+        self.evaluation = dict(event["values"])
+        value = self.evaluation.get("loss")
+        if value is not None:
+            self.curves["evaluation"].add(int(event["step"]) - 1, value)
+
+    def _fold_save(self, event: Mapping[str, Any]) -> None:
+        step = int(event["step"])
+        self.saves[step] = CheckpointStatus(step=step, at=float(event["at"]))
+        if len(self.saves) > MOST_SAVES:
+            del self.saves[next(iter(self.saves))]
+
+    def _fold_end(self, _event: Mapping[str, Any]) -> None:
+        self.has_ended = True

@@ -1,0 +1,231 @@
+"""The bench on which trainings stand side by side: runs them, keeps those of one process, measures noise."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from shardwise.errors import InputError, TrainingError
+from shardwise.launcher.local.fork import run_forked
+from shardwise.parity.capture import Traced, trace
+from shardwise.parity.compare import Comparison, Limits, compare, strict_limits
+from shardwise.parity.masks import judge_masks, watch_masks
+from shardwise.parity.noise import is_comparable, may_be_noise, measure_noise
+from shardwise.parity.plans import Exact, one_process
+from shardwise.parity.pulse import PauseLimit, StuckError, pause_limit, read_stuck
+from shardwise.parity.ranks import on_ranks
+from shardwise.parity.variants import Variant
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from shardwise.job.engine import MadeFor
+    from shardwise.layout import Layout
+    from shardwise.parity.prepare import Preparation
+    from shardwise.parity.report import Finding
+    from shardwise.plans import Plan, Precision
+
+T = TypeVar("T")
+
+_SPLITS = (2, 4, 5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One training that was watched: what its ranks saw, and the folder with whole tensors."""
+
+    folder: Path
+    traced: list[Traced]
+    layout: Layout
+
+    def discard(self) -> None:
+        """Delete the tensors."""
+        shutil.rmtree(self.folder)
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """Runs trainings of one job; remembers those of one process, which many plans are compared with."""
+
+    preparation: Preparation
+    batch_size: int
+    folder: Path
+    timeout_s: float
+    backend: str = "gloo"
+    """Of plans on several ranks; one process needs none."""
+    made_for: MadeFor = "torch"
+    """Whose module the job's model is."""
+    _ones: dict[tuple[Exact, Variant, int], Record] = field(default_factory=dict)
+    _lower: dict[tuple[Precision, bool, Variant], Record] = field(default_factory=dict)
+    _noise: dict[Exact, Limits] = field(default_factory=dict)
+    _masks: dict[tuple[Layout, int], Finding | None] = field(default_factory=dict)
+    _longest_s: float = 0.0
+    """Longest pause of one process between two moments of a training."""
+    _number: int = 0
+
+    def run(
+        self,
+        plan: Plan,
+        *,
+        variant: Variant | None = None,
+        close_up: int | None = None,
+        steps: int | None = None,
+        plain: bool = False,
+    ) -> Record:
+        """Train under `plan` on forked ranks, or with `plain` in plain PyTorch on one.
+
+        Of step `close_up` every rank also writes its own tensors.
+        """
+        preparation = msgspec.structs.replace(self.preparation, steps=steps or self.preparation.steps)
+        self._number += 1
+        folder = self.folder / str(self._number)
+        folder.mkdir()
+        longest_s = self._longest_s
+        limit = PauseLimit(usual_s=self.timeout_s) if plain else pause_limit(plan, longest_s, self.timeout_s)
+        try:
+            traced = on_ranks(
+                lambda world: trace(
+                    world,
+                    preparation,
+                    plan,
+                    folder,
+                    variant=variant,
+                    close_up=close_up,
+                    plain=plain,
+                    limit=limit,
+                ),
+                plan.layout.world_size,
+                timeout_s=self.timeout_s,
+                backend=self.backend,
+            )
+        except Exception as error:
+            stuck = read_stuck(folder)
+            if stuck:
+                raise StuckError.of(stuck) from error
+            raise
+        if plain:
+            self._longest_s = max(self._longest_s, traced[0].longest_s)
+        return Record(folder=folder, traced=traced, layout=plan.layout)
+
+    def one(
+        self,
+        dtype: Exact,
+        variant: Variant | None = None,
+        *,
+        close_up: int | None = None,
+        steps: int | None = None,
+    ) -> Record:
+        """Train in one process, or remember it: plain PyTorch, or for a model of MLX that engine."""
+        variant = variant or Variant()
+        key = dtype, variant, steps or self.preparation.steps
+        if key not in self._ones or close_up is not None:
+            plan = one_process(self.batch_size, dtype=dtype, made_for=self.made_for)
+            try:
+                self._ones[key] = self.run(
+                    plan, variant=variant, close_up=close_up, steps=steps, plain=self.made_for == "torch"
+                )
+            except InputError:
+                raise
+            except Exception as error:
+                raise TrainingError(
+                    f"one process cannot train the job ({type(error).__name__}: {error})",
+                    code="verify.reference-failed",
+                    fix="mend that first: shardwise train --nproc 1",
+                ) from error
+        return self._ones[key]
+
+    def one_in(self, plan: Plan, variant: Variant) -> Record:
+        """Train in one process with what rounds in `plan`, or remember it: it shows how far rounding goes.
+
+        A fused loss rounds as well: it casts the head's product per chunk of tokens.
+        """
+        key = plan.precision, plan.fused_loss, variant
+        if key not in self._lower:
+            alone = one_process(self.batch_size, dtype="fp32", made_for=self.made_for)
+            rounding = dataclasses.replace(alone, precision=plan.precision, fused_loss=plan.fused_loss)
+            self._lower[key] = self.run(rounding, variant=variant)
+        return self._lower[key]
+
+    def exact(self, asked: Exact) -> tuple[Exact, tuple[str, ...]]:
+        """Return the dtype to compare in, with a note where a model does not compute in the one asked for."""
+        if asked == "fp32":
+            return asked, ()
+        try:
+            dtype = self.one(asked).traced[0].loss_dtype
+        except TrainingError as error:
+            self.one("fp32")  # raises when that fails as well: then fp64 is not the reason
+            reason = str(error.__cause__).splitlines()[0]
+            trainer = "MLX" if self.made_for == "mlx" else "one process"
+            return "fp32", (f"compared in fp32: {trainer} does not train this model in fp64 ({reason})",)
+        if dtype not in {"", "float64"}:
+            return "fp32", (f"compared in fp32: the model casts, its loss in fp64 comes out as {dtype}",)
+        return asked, ()
+
+    def compare(self, record: Record, expected: Record, limits: Limits) -> Comparison:
+        """Compare a training with one of one process."""
+        return self.apart(
+            lambda: compare(
+                record.traced,
+                expected.traced[0],
+                folder=record.folder,
+                expected_folder=expected.folder,
+                layout=record.layout,
+                limits=limits,
+            )
+        )
+
+    def compare_with_one(self, record: Record, expected: Record, dtype: Exact) -> tuple[Comparison, Limits]:
+        """Compare strictly; where rounding noise may explain what is off in fp64, measure it and compare again."""
+        limits = self.limits(dtype)
+        comparison = self.compare(record, expected, limits)
+        if dtype == "fp64" and comparison.first is not None and may_be_noise(comparison.first):
+            noise = self.noise(dtype)
+            if is_comparable(noise):
+                return self.compare(record, expected, noise), noise
+        return comparison, limits
+
+    def mask_finding(self, plan: Plan) -> Finding | None:
+        """Train one step with dropout on and compare masks; remembered for plans that split the model alike."""
+        key = plan.layout, plan.zero
+        if key not in self._masks:
+            watched = on_ranks(
+                lambda world: watch_masks(world, self.preparation, plan),
+                plan.layout.world_size,
+                timeout_s=self.timeout_s,
+                backend=self.backend,
+            )
+            finding = judge_masks([masks for masks, _ in watched], plan.layout)
+            refusals = [refused for _, refused in watched if refused is not None]
+            if finding is None and refusals:
+                raise refusals[0]
+            self._masks[key] = finding
+        return self._masks[key]
+
+    def apart(self, work: Callable[[], T]) -> T:
+        """Do work with tensors in a fork, so that this process stays fit to be forked."""
+        result: T = run_forked(lambda _: work(), 1, timeout_s=self.timeout_s)[0]
+        return result
+
+    def limits(self, dtype: Exact) -> Limits:
+        """Return the largest gaps that are still equal: 1e-9 in fp64, in fp32 from the measured noise."""
+        return strict_limits() if dtype == "fp64" else self.noise(dtype)
+
+    def noise(self, dtype: Exact) -> Limits:
+        """Return the limits that the measured noise of the job sets, in either dtype; trains one process again."""
+        if dtype not in self._noise:
+            self._noise[dtype] = self._measure_noise(dtype)
+        return self._noise[dtype]
+
+    def _measure_noise(self, dtype: Exact) -> Limits:
+        """One process against itself, with sums in other orders and weights moved by one rounding error."""
+        base = self.one(dtype)
+        variants = [Variant(reverse=True), Variant(nudge=True)]
+        if not base.traced[0].has_batch_norm:
+            variants += [Variant(accumulation=parts) for parts in _SPLITS if self.batch_size % parts == 0]
+        others = [self.one(dtype, variant) for variant in variants]
+        return self.apart(lambda: measure_noise(dtype, base, others, self.folder / f"compared-{dtype}.pt"))

@@ -1,0 +1,254 @@
+"""One training under watch: what every rank saw and made, written down for comparison."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import IterableDataset
+
+from shardwise.data.loaders import dataset_of
+from shardwise.job.engine import is_mlx
+from shardwise.parallel.gather import full_values
+from shardwise.parallel.gradsync import local
+from shardwise.parallel.keyed_draws import assign_places, draws_of
+from shardwise.parallel.keyed_masks import FirstPass
+from shardwise.parity.double import true_double
+from shardwise.parity.prepare import Preparation, prepare_job
+from shardwise.parity.pulse import PauseLimit, Pulse, watched
+from shardwise.parity.reference import PlainTraining
+from shardwise.parity.values import Print, fingerprint, pieces, row_digests
+from shardwise.parity.variants import Variant, vary
+from shardwise.training.build import build_step
+from shardwise.training.evaluate import evaluate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from shardwise.data.feed import StepBatch
+    from shardwise.dist import World
+    from shardwise.job import Job
+    from shardwise.plans import Plan
+    from shardwise.training.step.step import Step, StepReport
+
+Prints = dict[str, Print]
+
+
+class Traced(msgspec.Struct, kw_only=True):
+    """What one rank saw and made; whole tensors are in the folder, see `grads_file` and its neighbours."""
+
+    rank: int
+    losses: list[float] = msgspec.field(default_factory=list)
+    """This rank's share of the mean loss, by step."""
+    norms: list[float | None] = msgspec.field(default_factory=list)
+    rows: list[list[str]] = msgspec.field(default_factory=list)
+    """A digest of every real row this rank read, by step."""
+    gradients: list[Prints] = msgspec.field(default_factory=list)
+    """Prints of this rank's pieces after the sum over ranks and before clipping, by step."""
+    parameters: list[Prints] = msgspec.field(default_factory=list)
+    """Prints of this rank's pieces before the first step, then after each."""
+    buffers: Prints = msgspec.field(default_factory=dict)
+    """Prints after the last step."""
+    evaluation: dict[str, float] = msgspec.field(default_factory=dict)
+    """Loss and metrics over the test split after the last step; empty where nothing was evaluated."""
+    held: int = 0
+    """Elements of parameters on this rank."""
+    optimized: int = 0
+    """Elements that this rank's optimizer keeps states for."""
+    has_batch_norm: bool = False
+    loss_dtype: str = ""
+    silenced: bool = False
+    """Whether the model has dropout, which was set to 0."""
+    draws_random: bool = False
+    """Whether a step moved the random generator although dropout is off."""
+    drawn_by: str = ""
+    """The first module that did so in the first step; of the reference in plain PyTorch only."""
+    remarks: list[str] = msgspec.field(default_factory=list)
+    """On the job's loss; of the reference in plain PyTorch only."""
+    longest_s: float = 0.0
+    """Longest pause between two moments of the training."""
+    imported: list[str] = msgspec.field(default_factory=list)
+    """Modules that the training imported."""
+
+
+def values_file(folder: Path, step: int) -> Path:
+    """Whole parameters and buffers before `step`; the number of steps names those after the last."""
+    return folder / f"values-{step}.pt"
+
+
+def grads_file(folder: Path, step: int) -> Path:
+    """Whole gradients of `step`."""
+    return folder / f"grads-{step}.pt"
+
+
+def local_file(folder: Path, rank: int) -> Path:
+    """What one rank had in the step that was looked at closely: its gradients and micro-batches."""
+    return folder / f"local-{rank}.pt"
+
+
+def trace(
+    world: World,
+    preparation: Preparation,
+    plan: Plan,
+    folder: Path,
+    *,
+    variant: Variant | None = None,
+    close_up: int | None = None,
+    plain: bool = False,
+    limit: PauseLimit,
+) -> Traced:
+    """Train under `plan` and write down what happens; communicates over the world, on every rank.
+
+    Rank 0 writes whole tensors into `folder`; of step `close_up` every rank also writes its own. With `plain` the job
+    is trained in plain PyTorch instead, in the precision of `plan`, which is that of one process. A rank that makes no
+    progress for longer than `limit` ends.
+    """
+    there = set(sys.modules)
+    build = PlainTraining if plain else build_step
+    pulse = Pulse()
+    double = true_double() if plan.precision.compute == "fp64" else nullcontext()
+    with double, watched(pulse, limit, world.rank, folder):
+        seen = _train(world, preparation, plan, folder, variant, close_up, build, pulse)
+    return msgspec.structs.replace(seen, longest_s=pulse.longest_s, imported=sorted(set(sys.modules) - there))
+
+
+def _train(  # noqa: PLR0917 - positions of one private caller
+    world: World,
+    preparation: Preparation,
+    plan: Plan,
+    folder: Path,
+    variant: Variant | None,
+    close_up: int | None,
+    build: Callable[..., Step | PlainTraining],
+    pulse: Pulse,
+) -> Traced:
+    job = prepare_job(preparation)
+    watch: _Watch
+    step = build(job, plan, world, before_update=lambda: watch.gradients())  # noqa: PLW0108 - there is no watch yet
+    watch = _Watch(world, step, folder, close_up, pulse)
+    if variant is not None:
+        variant.perturb(step)
+    watch.values()
+    for batch in step.feed if variant is None else vary(step.feed, variant):
+        watch.before(batch)
+        watch.after(step(batch))
+    pulse.begin("evaluation")
+    watch.seen.evaluation = _evaluate(job, plan, world, step)
+    silenced = job.model.silenced  # type: ignore[attr-defined]  # a PreparedModel
+    return msgspec.structs.replace(watch.seen, silenced=silenced, remarks=getattr(step, "remarks", []))
+
+
+def _evaluate(job: Job, plan: Plan, world: World, step: Step | PlainTraining) -> dict[str, float]:
+    """Return loss and metrics over the test split; communicates over the world, on every rank."""
+    dataset = dataset_of(job, "test")
+    if dataset is None or isinstance(dataset, IterableDataset) or plan.engine == "mlx":
+        return {}
+    if isinstance(step, PlainTraining):
+        return step.evaluate(dataset)
+    return evaluate(job, plan, world, step=step, dataset=dataset)
+
+
+class _Watch:
+    """Looks on during one training."""
+
+    def __init__(
+        self, world: World, step: Step | PlainTraining, folder: Path, close_up: int | None, pulse: Pulse
+    ) -> None:
+        self.seen = Traced(
+            rank=world.rank,
+            held=_elements(step.held().values.values()),
+            optimized=_elements(each for group in step.optimized.param_groups for each in group["params"]),
+            has_batch_norm=_has_batch_norm(step.model),
+        )
+        self._world = world
+        self._step = step
+        self._folder = folder
+        self._close_up = close_up
+        self._pulse = pulse
+        self._batch: StepBatch | None = None
+        self._streams = step.random_state()
+        self._first_pass = _watch_draws(step)
+
+    @property
+    def _number(self) -> int:
+        return len(self.seen.losses)
+
+    def before(self, batch: StepBatch) -> None:
+        """Note what is read."""
+        self._pulse.begin(batch.samples)  # a short step may have other shapes than a full one
+        self._batch = batch
+        self.seen.rows.append(row_digests(batch))
+        self._streams = self._step.random_state()
+
+    def gradients(self) -> None:
+        """Note the gradients; communicates over the world."""
+        self._pulse.beat()
+        named = list(self._step.gradients().items())
+        self.seen.gradients.append(_prints(named))
+        self._write(grads_file(self._folder, self._number), full_values(named))
+        if self._number == self._close_up and self._batch is not None:
+            micro_batches = [msgspec.structs.replace(each, batch=each.uncut) for each in self._batch.micro_batches]
+            own = {name: value.clone() for name, value in pieces(named).items()}
+            torch.save({"gradients": own, "micro_batches": micro_batches}, local_file(self._folder, self._world.rank))
+
+    def after(self, report: StepReport) -> None:
+        """Note what the step made; communicates over the world when the step is looked at closely."""
+        if self._first_pass is not None:
+            self._first_pass.end()
+            self.seen.drawn_by = next((name or "the model" for name in self._first_pass.drew), "")
+            self._first_pass = None
+        drawn = self._step.random_state()
+        self.seen.draws_random |= any(not torch.equal(drawn[name], state) for name, state in self._streams.items())
+        self.seen.losses.append(float(report.loss_share))
+        self.seen.loss_dtype = str(report.loss_sum.dtype).removeprefix("torch.")
+        self.seen.norms.append(None if report.grad_norm is None else float(report.grad_norm))
+        self.values()
+        self._pulse.end()
+
+    def values(self) -> None:
+        """Note parameters; write them whole at the start, the end and around the close-up. Communicates."""
+        self._pulse.beat()
+        parameters = list(self._step.held().values.items())
+        self.seen.parameters.append(_prints(parameters))
+        number = self._number
+        if number in {0, self._step.length.num_steps, self._close_up}:
+            buffers = list(self._step.buffers().items())
+            self.seen.buffers = _prints(buffers)
+            whole = {"parameters": full_values(parameters), "buffers": full_values(buffers)}
+            self._write(values_file(self._folder, number), whole)
+
+    def _write(self, path: Path, values: Any) -> None:
+        if self._world.is_main:
+            torch.save(values, path)
+
+
+def _watch_draws(step: Step | PlainTraining) -> FirstPass | None:
+    """Have the first step of the reference name the modules that draw; None for any other, or if draws are keyed."""
+    if not isinstance(step, PlainTraining) or draws_of(step.model) is not None:
+        return None
+    assign_places(step.model, staged=False)
+    draws = draws_of(step.model)
+    return None if draws is None else FirstPass(step.model, draws)
+
+
+def _has_batch_norm(model: Any) -> bool:
+    if not is_mlx(model):
+        return any(isinstance(module, _BatchNorm) for module in model.modules())
+    from shardwise.parity.mlx_jobs import has_batch_norm
+
+    return has_batch_norm(model)
+
+
+def _prints(named: Iterable[tuple[str, Tensor]]) -> Prints:
+    return {key: fingerprint(value) for key, value in pieces(named).items()}
+
+
+def _elements(tensors: Iterable[Tensor]) -> int:
+    return sum(local(tensor).numel() for tensor in tensors)

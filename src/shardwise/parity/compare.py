@@ -1,0 +1,259 @@
+"""Two trainings side by side: every value in the order of training, and where they part."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from itertools import combinations
+from pathlib import Path  # noqa: TC003 - msgspec reads the annotation
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from shardwise.parity.capture import Prints, Traced, grads_file, values_file
+from shardwise.parity.lives import relative
+from shardwise.parity.report import Gap, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from shardwise.layout import Layout
+
+EXACT = 1e-9
+"""Largest relative difference in fp64: rounding ends up near 1e-13, real differences near 1e-3."""
+NOISE = 4.0
+"""How many noise floors fp32 may be away: floors are a maximum over a few trials, not over all."""
+SMALL = 1e-3
+"""Tensors below this share of the largest one are measured against it: a gradient that is zero but for rounding
+(the bias of attention keys) has no scale of its own."""
+KINDS: tuple[Kind, ...] = (
+    "initial value",
+    "loss",
+    "gradient",
+    "gradient norm",
+    "parameter",
+    "buffer",
+    "evaluation",
+    "metric",
+)
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """The largest gaps that still count as equal, and the elements of parameters that are compared at all."""
+
+    kinds: dict[Kind, float]
+    buffers: dict[str, float] = {}
+    """Own limits of buffers that follow ill-conditioned parameters, such as the running mean behind a bias."""
+    compared: Path | None = None
+    """File with a mask for every parameter of which only some elements are compared; None compares all."""
+    left_out: int = 0
+    """Elements of parameters that the masks leave out."""
+    elements: int = 0
+    """Elements of all parameters."""
+    first_gradient: float = 0.0
+    """Noise of the gradients of the first step, before any optimizer amplified it."""
+
+    def of(self, kind: Kind, name: str = "") -> float:
+        """Return the limit of one value."""
+        limit = self.kinds[kind]
+        return max(limit, self.buffers.get(name, 0.0)) if kind == "buffer" else limit
+
+    def masks(self) -> dict[str, Tensor]:
+        """Return by parameter the elements that are compared; parameters without an entry are compared whole."""
+        return {} if self.compared is None else _load(self.compared)
+
+
+def strict_limits() -> Limits:
+    """Return the limits of fp64 for a job whose rounding errors nothing amplifies."""
+    return Limits(kinds=dict.fromkeys(KINDS, EXACT))
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """How far two trainings are apart."""
+
+    worst: Gap
+    """Of all values the one farthest in terms of its limit."""
+    first: Gap | None
+    """The largest gap at the first moment at which any is beyond its limit."""
+    deviating: tuple[str, ...]
+    """Names beyond the limit at that moment."""
+    largest: dict[Kind, float]
+    """Largest relative gap by kind."""
+
+
+def compare(
+    observed: Sequence[Traced],
+    expected: Traced,
+    *,
+    folder: Path,
+    expected_folder: Path,
+    layout: Layout,
+    limits: Limits,
+) -> Comparison:
+    """Compare a plan's ranks with one process; reads whole tensors from both folders."""
+    worst: Gap | None = None
+    first: list[Gap] = []
+    largest: dict[Kind, float] = {}
+    for gaps in _moments(observed, expected, folder, expected_folder, layout, limits):
+        for gap in gaps:
+            worst = gap if worst is None or gap.beyond > worst.beyond else worst
+            largest[gap.kind] = max(largest.get(gap.kind, 0.0), gap.relative)
+        first = first or [gap for gap in gaps if gap.beyond > 1]
+    assert worst is not None, "a training has at least one loss"  # noqa: S101 - only we can break it
+    return Comparison(
+        worst=worst,
+        first=max(first, key=lambda gap: gap.relative, default=None),
+        deviating=tuple(dict.fromkeys(gap.name for gap in first)),
+        largest=largest,
+    )
+
+
+def losses_of(traced: Sequence[Traced], layout: Layout) -> list[float]:
+    """Return the mean loss of every step, from the ranks that tell it."""
+    shares = [each.losses for each in traced if layout.tells_loss(each.rank)]
+    return [sum(step) for step in zip(*shares, strict=True)]
+
+
+def _moments(  # noqa: PLR0917 - positions of one private caller
+    observed: Sequence[Traced],
+    expected: Traced,
+    folder: Path,
+    expected_folder: Path,
+    layout: Layout,
+    limits: Limits,
+) -> Iterator[list[Gap]]:
+    """Yield the gaps of each moment, in the order of training."""
+    steps = len(expected.losses)
+    start, expected_start = _values(folder, 0), _values(expected_folder, 0)
+    yield _tensor_gaps("initial value", None, start, expected_start, limits)
+    starts = [each.parameters[0] for each in observed]
+    yield rank_gaps("initial value", None, starts, layout, partial(limits.of, "initial value"))
+    losses = losses_of(observed, layout)
+    for step in range(steps):
+        yield [_number_gap("loss", step, losses[step], expected.losses[step], limits)]
+        found, wanted = _load(grads_file(folder, step)), _load(grads_file(expected_folder, step))
+        yield _tensor_gaps("gradient", step, found, wanted, limits)
+        by_rank = [each.gradients[step] for each in observed]
+        yield rank_gaps("gradient", step, by_rank, layout, partial(limits.of, "gradient"))
+        norms = [(each.rank, each.norms[step]) for each in observed]
+        yield [
+            _number_gap("gradient norm", step, norm, expected.norms[step], limits, f"rank {rank} and one process")
+            for rank, norm in norms
+            if norm is not None and expected.norms[step] is not None
+        ]
+        by_rank = [each.parameters[step + 1] for each in observed]
+        yield rank_gaps("parameter", step, by_rank, layout, partial(limits.of, "parameter"))
+    for kind in ("parameter", "buffer"):
+        found, wanted = (_load(values_file(each, steps))[f"{kind}s"] for each in (folder, expected_folder))
+        yield _tensor_gaps(kind, None, found, wanted, limits, limits.masks() if kind == "parameter" else None)
+    yield rank_gaps("buffer", None, [each.buffers for each in observed], layout, partial(limits.of, "buffer"))
+    yield evaluation_gaps(observed, expected, limits.kinds)
+
+
+def evaluation_gaps(observed: Sequence[Traced], expected: Traced, limits: Mapping[Kind, float]) -> list[Gap]:
+    """Return how far each rank's evaluation after the last step is from that of one process.
+
+    Its loss is of kind "evaluation", the job's metrics are of kind "metric"; a kind without a limit is not compared.
+    A metric may be NaN, which here equals NaN.
+    """
+    gaps = []
+    for name, wanted in expected.evaluation.items():
+        kind: Kind = "evaluation" if name == "loss" else "metric"
+        if kind not in limits:
+            continue
+        for each in observed:
+            apart = relative(each.evaluation.get(name, math.inf), wanted)
+            between = f"rank {each.rank} and one process"
+            gaps.append(Gap(kind=kind, name=name, step=None, relative=apart, limit=limits[kind], between=between))
+    return gaps
+
+
+def _load(path: Path) -> Any:
+    return torch.load(path, weights_only=True, mmap=True)
+
+
+def _values(folder: Path, step: int) -> dict[str, Tensor]:
+    values = _load(values_file(folder, step))
+    return {**values["parameters"], **values["buffers"]}
+
+
+def relative_gaps(
+    observed: Mapping[str, Tensor], expected: Mapping[str, Tensor], compared: Mapping[str, Tensor] | None = None
+) -> dict[str, float]:
+    """Return by name the largest difference over the largest value; infinite where one side lacks it or is NaN.
+
+    `compared` masks the elements whose difference counts; a tensor that it does not name counts whole.
+    """
+    compared = compared or {}
+    overall = max((_top(value) for value in expected.values()), default=0.0)
+    gaps = {name: math.inf for name in observed if name not in expected}
+    for name, wanted in expected.items():
+        found = observed.get(name)
+        if found is None or found.shape != wanted.shape:
+            gaps[name] = math.inf
+            continue
+        scale = max(_top(wanted), SMALL * overall)
+        difference = found.double() - wanted.double()
+        if name in compared:
+            difference = difference[compared[name]]
+        gaps[name] = _ratio(_top(difference), scale)
+    return gaps
+
+
+def _top(value: Tensor) -> float:
+    return float(value.double().abs().max()) if value.numel() else 0.0
+
+
+def _ratio(difference: float, scale: float) -> float:
+    if math.isnan(difference) or math.isnan(scale):
+        return math.inf
+    return difference / scale if scale else math.inf if difference else 0.0
+
+
+def _tensor_gaps(  # noqa: PLR0917 - positions of private callers
+    kind: Kind,
+    step: int | None,
+    observed: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    limits: Limits,
+    compared: Mapping[str, Tensor] | None = None,
+) -> list[Gap]:
+    gaps = relative_gaps(observed, expected, compared)
+    return [
+        Gap(kind=kind, name=name, step=step, relative=apart, limit=limits.of(kind, name))
+        for name, apart in gaps.items()
+    ]
+
+
+def rank_gaps(
+    kind: Kind, step: int | None, prints: Sequence[Prints], layout: Layout, limit_of: Callable[[str], float]
+) -> list[Gap]:
+    """Compare ranks that hold the same piece; not across stages, which may keep buffers of others unused."""
+    overall = max((norm for each in prints for _, norm in each.values()), default=0.0)
+    gaps = []
+    for one, other in combinations(range(len(prints)), 2):
+        if layout.coordinate(one).pp != layout.coordinate(other).pp:
+            continue
+        for key in prints[one].keys() & prints[other].keys():
+            (print_, norm), (other_print, other_norm) = prints[one][key], prints[other][key]
+            apart = _ratio(abs(print_ - other_print), max(norm, other_norm, SMALL * overall))
+            between = f"ranks {one} and {other}"
+            gaps.append(Gap(kind=kind, name=key, step=step, relative=apart, limit=limit_of(key), between=between))
+    return gaps
+
+
+def _number_gap(  # noqa: PLR0917 - positions of private callers
+    kind: Kind,
+    step: int,
+    observed: float | None,
+    expected: float | None,
+    limits: Limits,
+    between: str = "the plan and one process",
+) -> Gap:
+    assert observed is not None  # noqa: S101 - callers pass over what was not measured
+    assert expected is not None  # noqa: S101
+    apart = _ratio(abs(observed - expected), abs(expected))
+    return Gap(kind=kind, name="", step=step, relative=apart, limit=limits.of(kind), between=between)

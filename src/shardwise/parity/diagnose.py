@@ -1,0 +1,312 @@
+"""Naming the cause of a divergence: hypotheses in the order of training, each a pure function over the evidence."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from shardwise.parity.compare import SMALL, relative_gaps
+from shardwise.parity.gradient_causes import (
+    depends_on_grouping,
+    double_scaling,
+    mean_of_means,
+    missing_all_reduce,
+    no_gradient,
+    skipped_last,
+    skipped_micro_batch,
+    state_between_passes,
+    wrong_shard,
+    wrong_tied_shard,
+)
+from shardwise.parity.lives import relative
+from shardwise.parity.parameter_causes import (
+    local_buffers,
+    lost_use,
+    repeated_bias,
+    rounded_gradients,
+    scaled_parameters,
+    wrong_positions,
+)
+from shardwise.parity.report import KEYED, Finding
+from shardwise.parity.shards import misplaced_pieces
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from shardwise.parity.capture import Prints
+    from shardwise.parity.evidence import Evidence
+
+
+def diagnose(evidence: Evidence) -> list[Finding]:
+    """Return the cause, or that none of the known ones explains what was seen."""
+    for hypothesis in HYPOTHESES:
+        finding = hypothesis(evidence)
+        if finding is not None:
+            return [finding]
+    return [_unknown(evidence)]
+
+
+def other_initial_weights(evidence: Evidence) -> Finding | None:
+    """Whether plan and process, or two ranks, started from different values."""
+    first = evidence.first
+    if first.kind != "initial value":
+        return None
+    name = first.name.partition(" [")[0]
+    if name in evidence.start and name in evidence.expected_start:
+        places = misplaced_pieces(evidence.start[name], evidence.expected_start[name], evidence.degrees)
+        if places is not None:
+            return wrong_shard(evidence, name, f"its initial pieces hold {places}", None)
+    return Finding(
+        cause="other initial weights",
+        evidence=f"{len(evidence.comparison.deviating)} tensors differ between {first.between}, {name} most",
+        parameter=name,
+        ranks=_odd_ranks([each.parameters[0] for each in evidence.traced], first.name),
+    )
+
+
+def other_batches(evidence: Evidence) -> Finding | None:
+    """Whether the ranks together read other rows than one process."""
+    layout = evidence.plan.layout
+    for step, wanted in enumerate(evidence.expected.rows[: evidence.step + 1]):
+        readers = {layout.data_index(each.rank): each for each in reversed(evidence.traced)}
+        found = Counter(row for each in readers.values() for row in each.rows[step])
+        missing, extra = Counter(wanted) - found, found - Counter(wanted)
+        strangers = tuple(
+            each.rank for each in evidence.traced if each.rows[step] != readers[layout.data_index(each.rank)].rows[step]
+        )
+        if not (missing or extra or strangers):
+            continue
+        if missing and not extra and evidence.micro_batches < evidence.plan.accumulation:
+            return skipped_last(evidence, step, f"{missing.total()} rows of step {step} were given to no rank")
+        ranks = strangers or tuple(
+            each.rank for each in evidence.traced if any(row in extra for row in each.rows[step])
+        )
+        return Finding(
+            cause="other batches",
+            evidence=f"of {len(wanted)} rows of step {step}, {missing.total()} were read by no rank, {extra.total()}"
+            " rows were read that one process did not read"
+            + (f", and ranks {list(strangers)} read other rows than their peers" if strangers else ""),
+            step=step,
+            ranks=ranks,
+        )
+    return None
+
+
+def not_finite(evidence: Evidence) -> Finding | None:
+    """Whether one process itself has numbers that nothing is equal to."""
+    bad = [name for name, gradient in evidence.expected_gradients.items() if not bool(gradient.isfinite().all())]
+    if not bad:
+        return None
+    return Finding(
+        cause="not finite in one process",
+        evidence=f"the gradient of {bad[0]} in step {evidence.step} is not finite in one process either, so there is"
+        " nothing to compare with",
+        parameter=bad[0],
+        step=evidence.step,
+    )
+
+
+def non_deterministic(evidence: Evidence) -> Finding | None:
+    """Whether the same plan gave other numbers the second time."""
+    first = evidence.first
+    for step in range(evidence.step + 1):
+        for one, other in zip(evidence.traced, evidence.again, strict=True):
+            gaps = _print_gaps(one.gradients[step], other.gradients[step])
+            name = max(gaps, key=lambda key: gaps[key])
+            if gaps[name] > 0.1 * min(first.relative, 1.0):
+                return Finding(
+                    cause="non-deterministic operation",
+                    evidence=f"gradient {name} of step {step} on rank {one.rank} is {gaps[name]:.1e} apart between"
+                    " two runs of the same plan",
+                    parameter=name,
+                    step=step,
+                    ranks=(one.rank,),
+                )
+    return None
+
+
+def unsynced_clipping(evidence: Evidence) -> Finding | None:
+    """Whether gradients agreed and the norm they were clipped by did not."""
+    first = evidence.first
+    if first.kind != "gradient norm" or first.step is None:
+        return None
+    step = first.step
+    wanted = evidence.expected.norms[step]
+    norms = [(each.rank, each.norms[step]) for each in evidence.traced]
+    ranks = tuple(
+        rank for rank, norm in norms if norm is not None and wanted and abs(norm - wanted) > first.limit * wanted
+    )
+    known = [norm for _, norm in norms if norm is not None]
+    if wanted and max(known) - min(known) <= first.limit * wanted:
+        return Finding(
+            cause="wrong gradient norm",
+            evidence=f"the gradients of step {step} agree before clipping, but every rank clips by a norm of"
+            f" {known[0]:.6g}, {known[0] / wanted:.4g} times that of one process",
+            step=step,
+            ranks=ranks,
+        )
+    said = ", ".join(f"{norm:.6g} on rank {rank}" for rank, norm in norms if norm is not None)
+    return Finding(
+        cause="un-synced norm clipping",
+        evidence=f"the gradients of step {step} agree before clipping, but they were clipped by a norm of {said};"
+        f" one process has {wanted:.6g}",
+        step=step,
+        ranks=ranks,
+    )
+
+
+def stale_buffers(evidence: Evidence) -> Finding | None:
+    """Whether parameters agree to the end and buffers do not."""
+    first = evidence.first
+    if first.kind != "buffer":
+        return None
+    wanted = evidence.expected.buffers
+    ranks = tuple(
+        each.rank
+        for each in evidence.traced
+        if any(gap > first.limit for gap in _print_gaps(each.buffers, wanted).values())
+    )
+    counting = _counts_passes(evidence, first.name)
+    if counting:
+        return Finding(cause="state between forward passes", evidence=counting, parameter=first.name, ranks=ranks)
+    return Finding(
+        cause="stale buffers",
+        evidence=f"parameters agree, but {len(evidence.comparison.deviating)} buffers differ from those of one process"
+        f" on ranks {list(ranks)}, {first.name} most",
+        parameter=first.name,
+        ranks=ranks,
+    )
+
+
+def _counts_passes(evidence: Evidence, name: str) -> str:
+    """Say of a buffer that is as many times that of one process as a step has micro-batches; else nothing."""
+    times, key = evidence.micro_batches, name.partition(" [")[0]
+    wanted = evidence.expected.buffers.get(key, (0.0, 0.0))[1]
+    found = {each.buffers[key][1] for each in evidence.traced if key in each.buffers}
+    if times < 2 or not wanted or not all(math.isclose(each, times * wanted) for each in found):
+        return ""
+    return (
+        f"buffer {key} is {times} times that of one process, and {evidence.plan.layout} runs {times} micro-batches a"
+        " step: it counts forward passes"
+    )
+
+
+def wrong_evaluation(evidence: Evidence) -> Finding | None:
+    """Whether training agreed to the end and the evaluation after it did not."""
+    first = evidence.first
+    if first.kind not in {"evaluation", "metric"}:
+        return None
+    wanted = evidence.expected.evaluation[first.name]
+    found = {each.rank: each.evaluation.get(first.name, math.inf) for each in evidence.traced}
+    ranks = tuple(rank for rank, value in found.items() if relative(value, wanted) > first.limit)
+    return Finding(
+        cause="wrong evaluation",
+        evidence=f"parameters and buffers agree to the end, but the {first.name} over the test split is"
+        f" {found[ranks[0]]:.6g} on rank {ranks[0]}, and {wanted:.6g} in one process",
+        ranks=ranks,
+    )
+
+
+def wrong_update(evidence: Evidence) -> Finding | None:
+    """Whether gradients agreed until the weights did not."""
+    first = evidence.first
+    if first.kind == "parameter":
+        step, name, gap = evidence.step, first.name, first.relative
+    else:
+        gaps = relative_gaps(evidence.before, evidence.expected_before)
+        name = max(gaps, key=lambda key: gaps[key])
+        step, gap = evidence.step - 1, gaps[name]
+        if gap <= evidence.tolerance:
+            return None
+    return Finding(
+        cause="different updates",
+        evidence=f"the gradients of step {step} agree, but the weights after it do not: {name} is {gap:.1e} apart"
+        f" between {first.between}",
+        parameter=name,
+        step=step,
+    )
+
+
+def random_numbers(evidence: Evidence) -> Finding | None:
+    """Whether a model draws random numbers that no switch of dropout stops."""
+    drawing = tuple(each.rank for each in evidence.traced if each.draws_random)
+    if not drawing:
+        return None
+    name = evidence.expected.drawn_by or "the model"
+    return Finding(
+        cause="random numbers",
+        evidence=f"{name} draws random numbers in training although every dropout is 0, and each rank draws its own:"
+        f" {KEYED}",
+        ranks=drawing,
+    )
+
+
+def lower_precision(evidence: Evidence) -> Finding | None:
+    """Whether the loss comes out of a model held in fp64 in less."""
+    dtype = evidence.expected.loss_dtype
+    if evidence.plan.precision.compute != "fp64" or dtype in {"", "float64"}:
+        return None
+    return Finding(
+        cause="lower precision inside the model",
+        evidence=f"weights and inputs are fp64, but the loss comes out as {dtype}: compare with --precision fp32",
+    )
+
+
+HYPOTHESES: tuple[Callable[[Evidence], Finding | None], ...] = (
+    lost_use,  # a weight that is two has no one initial value
+    other_initial_weights,  # first what goes in: everything after it would differ as well
+    other_batches,
+    not_finite,  # then what no comparison of gradients could be trusted under
+    non_deterministic,
+    stale_buffers,  # these by when the trainings part: everything before was equal
+    wrong_evaluation,
+    unsynced_clipping,
+    wrong_update,  # then what makes it useless to look at the gradient of the step
+    no_gradient,
+    local_buffers,
+    repeated_bias,
+    wrong_positions,
+    state_between_passes,  # then what is the job's own doing: the plan adds up what its micro-batches give
+    depends_on_grouping,
+    missing_all_reduce,
+    rounded_gradients,
+    double_scaling,
+    scaled_parameters,
+    wrong_tied_shard,
+    skipped_micro_batch,
+    mean_of_means,
+    lower_precision,  # last, what only may be the cause
+    random_numbers,
+)
+
+
+def _unknown(evidence: Evidence) -> Finding:
+    first = evidence.first
+    return Finding(
+        cause="unknown cause",
+        evidence=f"initial weights and batches are equal and a second run gave the same numbers; {first} parts first",
+        parameter=first.name,
+        step=first.step,
+    )
+
+
+def _print_gaps(one: Prints, other: Prints) -> dict[str, float]:
+    """Return by key how far two prints are apart, over the larger norm; tiny tensors over the largest of all."""
+    gaps = {}
+    overall = max((norm for _, norm in [*one.values(), *other.values()]), default=0.0)
+    for key in one.keys() & other.keys():
+        (first, norm), (second, other_norm) = one[key], other[key]
+        scale = max(norm, other_norm, SMALL * overall)
+        gap = abs(first - second) / scale if scale else 0.0
+        gaps[key] = math.inf if math.isnan(gap) else gap
+    return gaps
+
+
+def _odd_ranks(prints: Sequence[Prints], key: str) -> tuple[int, ...]:
+    """Ranks whose print is not the most common one among those that hold the piece."""
+    held = {rank: each[key] for rank, each in enumerate(prints) if key in each}
+    if len(set(held.values())) < 2:
+        return ()
+    common = Counter(held.values()).most_common(1)[0][0]
+    return tuple(rank for rank, print_ in held.items() if print_ != common)

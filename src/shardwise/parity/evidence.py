@@ -1,0 +1,133 @@
+"""What is known about a plan that parted from one process, and the arithmetic every hypothesis needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.parity.compare import relative_gaps
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from shardwise.parity.capture import Traced
+    from shardwise.parity.compare import Comparison
+    from shardwise.parity.report import Gap
+    from shardwise.plans import Plan
+
+    Tensors = Mapping[str, Tensor]
+
+MATCH = 1e-3
+"""How much closer than to one process a gradient must be to a hypothesis for that to be the cause."""
+SAME = 1e-6
+"""Relative difference up to which two gradients are the same one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What one micro-batch of one reader contributes: the gradient of its loss sum, and its count."""
+
+    gradients: Tensors
+    count: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """Everything known about a plan that parted from one process."""
+
+    plan: Plan
+    comparison: Comparison
+    tolerance: float
+    """Relative difference up to which gradients are equal."""
+    step: int
+    """Looked at closely: where the two parted."""
+    traced: Sequence[Traced]
+    again: Sequence[Traced]
+    """The same plan once more."""
+    expected: Traced
+    start: Tensors
+    """Initial parameters and buffers of the plan; then of one process."""
+    expected_start: Tensors
+    before: Tensors
+    """Parameters before `step`, of the plan; then of one process."""
+    expected_before: Tensors
+    gradients: Tensors
+    """Of `step`, whole, of the plan; then of one process."""
+    expected_gradients: Tensors
+    locals: Sequence[Tensors]
+    """Of `step`, each rank's own pieces."""
+    micro_batches: int
+    """Micro-batches that each reader was given in `step`."""
+    cells: Sequence[Sequence[Cell]] = ()
+    """By reader and micro-batch, at the weights of one process."""
+    repeat_gap: float = 0.0
+    """How far the gradient of one micro-batch is apart when the model runs it again, with the same random numbers."""
+    repeated_bias: Mapping[int, Tensors] = field(default_factory=dict)
+    """By number of times, the gradient of one process whose row-parallel modules add their bias so often."""
+    restarted_positions: Tensors = field(default_factory=dict)
+    """The gradient of one process whose positions begin anew in each slice of a sequence; empty without slices."""
+    uses: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    """Of a parameter that several modules share, the gradient by module."""
+    tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Other names of such a parameter."""
+
+    @property
+    def first(self) -> Gap:
+        """The gap that made the plan fail."""
+        assert self.comparison.first is not None  # noqa: S101 - nothing is investigated without one
+        return self.comparison.first
+
+    @property
+    def degrees(self) -> list[int]:
+        """Into how many pieces the layout may have cut a tensor."""
+        layout = self.plan.layout
+        degrees = {layout.world_size, layout.dp, layout.shard, layout.tp, layout.shard * layout.tp}
+        return sorted(degree for degree in degrees if degree > 1)
+
+    @property
+    def split(self) -> list[str]:
+        """Parameters whose whole gradient every rank has, and not the same one."""
+        held = [name for name in self.expected_gradients if all(name in each for each in self.locals)]
+        return [name for name in held if self._differ([each[name] for each in self.locals])]
+
+    @property
+    def off(self) -> list[str]:
+        """Parameters whose gradient in the step is not that of one process, on some rank."""
+        gaps = relative_gaps(self.gradients, self.expected_gradients)
+        return list(dict.fromkeys([*(name for name, gap in gaps.items() if gap > self.tolerance), *self.split]))
+
+    def is_explained_by(self, hypothesis: Tensors) -> bool:
+        """Whether the plan's gradient is that of a hypothesis, and far closer to it than to one process."""
+        here = max(relative_gaps(self.gradients, self.expected_gradients).values(), default=0.0)
+        there = max(relative_gaps(self.gradients, hypothesis).values(), default=0.0)
+        return there < min(MATCH * here, max(SAME, self.tolerance))
+
+    def _differ(self, values: Sequence[Tensor]) -> bool:
+        gaps = (relative_gaps({"": each}, {"": values[0]})[""] for each in values[1:])
+        return any(gap > max(SAME, self.tolerance) for gap in gaps)
+
+
+def total_gradient(cells: Sequence[Cell]) -> dict[str, Tensor]:
+    """Add up the gradients of cells."""
+    names = dict.fromkeys(name for cell in cells for name in cell.gradients)
+    return {name: _sum([cell.gradients[name] for cell in cells if name in cell.gradients]) for name in names}
+
+
+def mean_gradient(cells: Sequence[Cell]) -> dict[str, Tensor]:
+    """Return the gradient of the mean over everything the cells count."""
+    count = sum(cell.count for cell in cells)
+    return {name: value / count for name, value in total_gradient(cells).items()}
+
+
+def plain_average(parts: Sequence[Tensors]) -> dict[str, Tensor]:
+    """Average gradients as if each stood for as many things as the others."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: _sum([part[name] for part in parts if name in part]) / len(parts) for name in names}
+
+
+def _sum(values: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(values)).sum(0)

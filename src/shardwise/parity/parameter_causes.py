@@ -1,0 +1,188 @@
+"""Causes that show in some parameters of a step, each a pure function over the evidence."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.parity.compare import relative_gaps
+from shardwise.parity.evidence import SAME
+from shardwise.parity.report import Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from shardwise.parity.evidence import Evidence
+
+_LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""From the one that holds the fewest numbers on: a gradient of bf16 is one of fp32 as well."""
+_MOST_BY_CHANCE = 0.05
+"""Share of a sound gradient's elements that a lower precision may hold exactly, zeros apart."""
+
+_MOST_ROUNDED_ALIKE = 0.95
+
+
+def rounded_gradients(evidence: Evidence) -> Finding | None:
+    """Whether gradients were summed or sent in a lower precision than they were computed in."""
+    off = [name for name in evidence.off if name in evidence.gradients and name in evidence.expected_gradients]
+    found = _flat([evidence.gradients[name] for name in off])
+    wanted = _flat([evidence.expected_gradients[name] for name in off])
+    for words, dtype in _LOWER.items():
+        if not _is_same(found, wanted, evidence.plan.layout.world_size * torch.finfo(dtype).eps):
+            continue
+        was_summed = _held_by(found, dtype) == 1 and _held_by(wanted, dtype) < _MOST_BY_CHANCE
+        if was_summed:
+            evident = f"every element is a number of {words}, and next to none is in one process"
+        elif _is_sum_of_rounded(evidence, off, found, dtype):
+            evident = f"they are the sums of what each data-parallel rank has, rounded to {words}"
+        else:
+            continue
+        return Finding(
+            cause="gradients in lower precision",
+            evidence=f"{len(off)} gradients of step {evidence.step} differ by rounding to {words}: {evident}",
+            parameter=off[0],
+            step=evidence.step,
+        )
+    return None
+
+
+def scaled_parameters(evidence: Evidence) -> Finding | None:
+    """Whether the gradients of some parameters are off by one factor, and all others agree."""
+    off = evidence.off
+    if not off or len(off) == len(evidence.expected_gradients) or evidence.split:
+        return None
+    if any(name not in evidence.gradients or name not in evidence.expected_gradients for name in off):
+        return None
+    found = _flat([evidence.gradients[name] for name in off])
+    wanted = _flat([evidence.expected_gradients[name] for name in off])
+    square = float(wanted @ wanted)
+    factor = float(found @ wanted) / square if square else 0.0
+    if not factor or not _is_same(found, factor * wanted, max(SAME, evidence.tolerance)):
+        return None
+    shown = ", ".join(off[:3]) + (f" and {len(off) - 3} more" if len(off) > 3 else "")
+    return Finding(
+        cause="scaled gradient",
+        evidence=f"the gradient of {shown} in step {evidence.step} is {factor:.6g} times that of one process, and the"
+        f" other {len(evidence.expected_gradients) - len(off)} gradients agree",
+        parameter=off[0],
+        step=evidence.step,
+    )
+
+
+def repeated_bias(evidence: Evidence) -> Finding | None:
+    """Whether tensor-parallel ranks each added a bias to their share, so that the sum has it several times."""
+    for times, gradients in evidence.repeated_bias.items():
+        names = [name for name in gradients if name in evidence.gradients]
+        found = _flat([evidence.gradients[name] for name in names])
+        if not _is_same(found, _flat([gradients[name] for name in names]), max(SAME, evidence.tolerance)):
+            continue
+        if _is_same(found, _flat([evidence.expected_gradients[name] for name in names]), evidence.tolerance):
+            continue
+        return Finding(
+            cause="bias added several times",
+            evidence=f"the gradient of step {evidence.step} is that of one process in which row-parallel modules add"
+            f" their bias {times} times: it belongs after the sum over tensor-parallel ranks",
+            step=evidence.step,
+        )
+    return None
+
+
+def wrong_positions(evidence: Evidence) -> Finding | None:
+    """Whether context-parallel ranks count the positions of their tokens from the beginning of their slice."""
+    if not evidence.restarted_positions or not evidence.is_explained_by(evidence.restarted_positions):
+        return None
+    degree = evidence.plan.layout.cp
+    return Finding(
+        cause="wrong positions",
+        evidence=f"the gradient of step {evidence.step} is that of one process in which positions begin at 0 in each of"
+        f" the {degree} slices of a sequence",
+        step=evidence.step,
+        ranks=tuple(each.rank for each in evidence.traced if evidence.plan.layout.coordinate(each.rank).cp),
+    )
+
+
+def lost_use(evidence: Evidence) -> Finding | None:
+    """Whether a parameter that several modules share was trained by some of them alone."""
+    for name, others in evidence.tied.items():
+        found, uses = evidence.gradients.get(name), evidence.uses.get(name, ())
+        if found is None or name not in evidence.off:
+            continue
+        apart = [other for other in others if other in evidence.gradients]
+        if apart:
+            words = f"{', '.join(apart)} is a parameter of its own under the plan, and {name} itself in one process"
+            return _untied(evidence, name, words)
+        if _sums_up_some(found, uses, max(SAME, evidence.tolerance)):
+            names = ", ".join([name, *others])
+            words = f"of the gradients that {names} give in step {evidence.step}, the plan sums up some only"
+            return _untied(evidence, name, words)
+    return None
+
+
+def local_buffers(evidence: Evidence) -> Finding | None:
+    """Whether ranks keep buffers of their own that the forward pass reads, so that their models differ."""
+    if evidence.step == 0 or not evidence.expected.buffers:
+        return None
+    prints = [each.buffers for each in evidence.traced]
+    for one, other in combinations(range(len(prints)), 2):
+        shared = prints[one].keys() & prints[other].keys()
+        apart = sorted(key for key in shared if not _are_prints_same(prints[one][key], prints[other][key]))
+        if apart:
+            return Finding(
+                cause="local buffers",
+                evidence=f"buffer {apart[0]} differs between ranks {one} and {other}, the parameters before step"
+                f" {evidence.step} agree, and {evidence.first} is the first value to differ: the forward pass reads it",
+                parameter=apart[0],
+                step=evidence.step,
+                ranks=(one, other),
+            )
+    return None
+
+
+def _is_sum_of_rounded(evidence: Evidence, names: Sequence[str], found: Tensor, dtype: torch.dtype) -> bool:
+    """Whether gradients are what ranks have, rounded one by one; a last bit of fp64 may round some the other way."""
+    cells = [cell for row in evidence.cells for cell in row]
+    count = sum(cell.count for cell in cells)
+    if not count or any(name not in cell.gradients for cell in cells for name in names):
+        return False
+    total = torch.zeros_like(found)
+    for row in evidence.cells:
+        own = sum((_flat([cell.gradients[name] for name in names]) for cell in row), torch.zeros_like(found))
+        total += (own / count).to(dtype).double()
+    exact = (total - found).abs() <= SAME * torch.finfo(dtype).eps * found.abs().max()
+    return float(exact.double().mean()) > _MOST_ROUNDED_ALIKE
+
+
+def _untied(evidence: Evidence, name: str, words: str) -> Finding:
+    return Finding(cause="tied weight trained apart", evidence=words, parameter=name, step=evidence.first.step)
+
+
+def _sums_up_some(found: Tensor, uses: Sequence[Tensor], tolerance: float) -> bool:
+    """Whether a gradient is the sum of some, not all, of the gradients by module."""
+    for count in range(1, len(uses)):
+        for chosen in combinations(uses, count):
+            if relative_gaps({"": torch.stack(chosen).sum(0)}, {"": found})[""] <= tolerance:
+                return True
+    return False
+
+
+def _held_by(values: Tensor, dtype: torch.dtype) -> float:
+    """Return the share of elements, zeros apart, that a dtype holds exactly."""
+    values = values[values != 0]
+    return float((values.to(dtype).double() == values).double().mean()) if len(values) else 0.0
+
+
+def _is_same(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    return bool((one - other).abs().max() <= tolerance * other.abs().max()) if len(other) else False
+
+
+def _flat(values: list[Tensor]) -> Tensor:
+    return torch.cat([value.double().flatten() for value in values]) if values else torch.zeros(0).double()
+
+
+def _are_prints_same(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    scale = max(one[1], other[1])
+    return abs(one[0] - other[0]) <= SAME * scale

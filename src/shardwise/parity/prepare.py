@@ -1,0 +1,208 @@
+"""The job as verify trains it: a few steps, no drawn masks, and if asked small in width and depth."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, Subset
+
+from shardwise.errors import JobError
+from shardwise.job import Job, JobReference, load_job
+from shardwise.job.engine import is_mlx
+from shardwise.models import Decoder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardwise.job import Lora
+
+STEPS = 4
+"""By default: two full steps, a short one, and a full one that shows what the short one left behind."""
+_MOST_LAYERS = 8
+"""Enough for four pipeline ranks with two stages each."""
+_HEAD_WIDTH = 8
+_MOST_GROUPS = 4
+"""Heads of keys and values that stay: enough to cut over four tensor ranks."""
+
+
+class Preparation(msgspec.Struct, frozen=True, kw_only=True):
+    """What every rank does to the job before it trains it."""
+
+    reference: JobReference
+    steps: int
+    shrink: bool = False
+    dropout: bool = False
+    """Whether dropout stays on, for a look at its masks."""
+    tensor_rules: dict[str, str] | None = None
+    """In place of the job's own."""
+
+
+def prepare_job(preparation: Preparation) -> Job:
+    """Load the job and make it what verify trains; called on every rank."""
+    job = load_job(preparation.reference)
+
+    return dataclasses.replace(
+        job,
+        model=PreparedModel(job, preparation),
+        data=PreparedData(job, preparation.steps),
+        steps=preparation.steps,
+        epochs=None,
+        tokens=None,
+        on_step=None,
+        weights=None if preparation.shrink else job.weights,
+        tensor_rules=preparation.tensor_rules or job.tensor_rules,
+        lora=_prepare_lora(job, preparation),
+    )
+
+
+class PreparedData:
+    """The job's data, as much as makes the last step but one short and an evaluation end unevenly.
+
+    A short step splits rows that divide by nothing, which is where counts, padding and empty ranks go wrong. It ends
+    the epoch, and the full step after it, the first of the next epoch, shows whether it left optimizer, statistics,
+    normalizer and position in the data as they should be. Of two steps the last is short, one step is full. A stream,
+    or a dataset that ends sooner, stays as it is.
+    """
+
+    def __init__(self, job: Job, steps: int) -> None:
+        self._make = job.data
+        self._batch_size = job.batch_size
+        self._steps = steps
+
+    def __call__(self, split: str) -> Any:
+        """Return the first samples of a split; None for one that the job does not have."""
+        dataset = self._make(split)
+        if dataset is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            return dataset
+        full_steps = 1 if split != "train" else self._full_steps
+        wanted = full_steps * self._batch_size + self._short_rows
+        return Subset(dataset, range(wanted)) if full_steps and wanted < len(dataset) else dataset
+
+    @property
+    def _full_steps(self) -> int:
+        """Full steps of an epoch."""
+        return self._steps - 2 if self._steps > 2 else self._steps - 1
+
+    @property
+    def _short_rows(self) -> int:
+        """A little more than half a batch, and an odd number of rows where the batch allows."""
+        half = self._batch_size // 2
+        return min(half + 1 - half % 2, max(1, self._batch_size - 1))
+
+
+class PreparedModel:
+    """Makes the model that verify trains; `silenced` is whether a dropout of it, or of its adapters, was set to 0."""
+
+    def __init__(self, job: Job, preparation: Preparation) -> None:
+        self._make = job.model
+        self._shrinks = preparation.shrink
+        self._silences = not preparation.dropout and job.masks == "drawn"
+        self.silenced = self._silences and job.lora is not None and job.lora.dropout > 0
+
+    def __call__(self) -> nn.Module:
+        """Return a fresh model, without dropout unless it is to stay on."""
+        made = shrunk(self._make) if self._shrinks else self._make()
+        if self._silences:
+            for module, name in dropouts(made):
+                setattr(module, name, 0.0)
+                self.silenced = True
+            if is_mlx(made):
+                from shardwise.parity.mlx_jobs import silence_dropout
+
+                silence_dropout(made)
+        plain_experts(made)
+        return made
+
+
+def _prepare_lora(job: Job, preparation: Preparation) -> Lora | None:
+    """Return the job's adapters without drawn masks; a small model starts from fresh ones."""
+    if job.lora is None:
+        return None
+    keeps_dropout = preparation.dropout or job.masks == "keyed"
+    return dataclasses.replace(
+        job.lora,
+        dropout=job.lora.dropout if keeps_dropout else 0.0,
+        weights=None if preparation.shrink else job.lora.weights,
+    )
+
+
+def dropouts(model: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Yield (owner, attribute) of every probability of dropping something, in modules and transformers configs."""
+    owners: dict[int, Any] = {}
+    for module in model.modules():
+        owners[id(module)] = module
+        config = getattr(module, "config", None)
+        if hasattr(config, "to_dict"):
+            owners.setdefault(id(config), config)
+    for owner in owners.values():
+        for name, value in list(vars(owner).items()):
+            named = "drop" in name or (name == "p" and isinstance(owner, nn.modules.dropout._DropoutNd))  # noqa: SLF001 - no public base
+            if named and isinstance(value, float) and value > 0:
+                yield owner, name
+
+
+def plain_experts(model: nn.Module) -> None:
+    """Have transformers' mixtures of experts multiply one expert at a time: torch's grouped product has no fp64."""
+    for part in model.modules():
+        if getattr(getattr(part, "config", None), "_experts_implementation", None) == "grouped_mm":
+            part.config._experts_implementation = "eager"  # type: ignore[union-attr]  # noqa: SLF001 - from_config's own door
+
+
+def shrunk(make: Any) -> nn.Module:
+    """Return a fresh model of the same structure, small in width and depth, from the config of the large one."""
+    with torch.device("meta"):
+        large = make()
+    config = getattr(large, "config", None)
+    if isinstance(large, Decoder):
+        return Decoder(_small_decoder(large.config))
+    if hasattr(config, "to_dict") and hasattr(config, "num_hidden_layers") and hasattr(config, "hidden_size"):
+        return type(large)(_small_transformer(config))  # type: ignore[no-any-return]
+    raise JobError(
+        f"--shrink knows no config of {type(large).__name__} to make it small by",
+        code="verify.shrink-unsupported",
+        fix="leave --shrink out, or give the job a small model",
+    )
+
+
+def _small_decoder(config: Any) -> Any:
+    groups = min(config.kv_heads, _MOST_GROUPS)
+    heads = config.num_heads // config.kv_heads * groups
+    return dataclasses.replace(
+        config,
+        num_layers=min(config.num_layers, _MOST_LAYERS),
+        num_heads=heads,
+        num_kv_heads=groups,
+        width=heads * _HEAD_WIDTH,
+        mlp_width=max(1, config.hidden_width // config.width) * heads * _HEAD_WIDTH,
+    )
+
+
+def _small_transformer(config: Any) -> Any:
+    """Set what a transformers config has of these names; its attribute map turns them into its own."""
+    small = type(config)(**config.to_dict())
+    per_group = config.num_attention_heads // (
+        getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    )
+    groups = min(config.num_attention_heads // per_group, _MOST_GROUPS)
+    heads = groups * per_group
+    width = heads * _HEAD_WIDTH
+    values = {
+        "num_hidden_layers": min(config.num_hidden_layers, _MOST_LAYERS),
+        "num_decoder_layers": min(getattr(config, "num_decoder_layers", None) or _MOST_LAYERS, _MOST_LAYERS),
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "hidden_size": width,
+        "head_dim": _HEAD_WIDTH,
+        "d_kv": _HEAD_WIDTH,
+        "intermediate_size": 2 * width,
+        "d_ff": 2 * width,
+        "n_inner": 2 * width,
+    }
+    for name, value in values.items():
+        if getattr(config, name, None) is not None:
+            setattr(small, name, value)
+    return small

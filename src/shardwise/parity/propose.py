@@ -1,0 +1,165 @@
+"""Tensor rules for a job that has none: proposed from one run of its model, confirmed beside one process."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from torch.utils.data import default_collate
+
+from shardwise.data.loaders import dataset_of
+from shardwise.errors import JobError
+from shardwise.launcher.local.fork import run_forked
+from shardwise.parallel.blueprint import structure
+from shardwise.parallel.propose_rules import Cut, merged, propose_cuts
+from shardwise.parity.bench import Bench
+from shardwise.parity.prepare import STEPS, Preparation, prepare_job
+from shardwise.parity.ranks import preload
+from shardwise.parity.report import PlanVerdict, verdict_words
+from shardwise.parity.verify import judge
+from shardwise.runs.exitcodes import CHECK_FAILED, DONE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from shardwise.job import Job, JobReference
+    from shardwise.parity.plans import Exact
+
+    OnTrial = Callable[[dict[str, str], PlanVerdict], None]
+
+SAMPLES = 2
+"""In the batch that the model is looked at with; batch norm needs more than one."""
+
+
+class Proposal(msgspec.Struct, frozen=True, kw_only=True):
+    """Rules for a job's model, and how they were confirmed."""
+
+    job: str
+    model: str
+    nproc: int
+    rules: dict[str, str]
+    """Name pattern -> style; empty if none passed."""
+    verdict: PlanVerdict | None
+    """Of the rules; of the last ones that failed if none passed, None if there was nothing to try."""
+    weakened: dict[str, str]
+    """What failed on the way: the part of the model -> why."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 with rules, 3 without."""
+        return DONE if self.rules else CHECK_FAILED
+
+    @property
+    def words(self) -> str:
+        """The result in one sentence."""
+        if self.rules and self.verdict is not None:
+            worst = f", worst gap {self.verdict.worst.relative:.1e}" if self.verdict.worst else ""
+            return f"{self.model}: {len(self.rules)} tensor rules confirmed, tp={self.nproc} equals one process{worst}"
+        if self.verdict is None:
+            return f"{self.model} cannot be cut for tp={self.nproc}: no linear module and no embedding of it allows it"
+        return f"{self.model}: no proposal for tp={self.nproc} equals one process: {_reason(self.verdict)}"
+
+
+def propose(
+    reference: JobReference,
+    *,
+    nproc: int,
+    steps: int = STEPS,
+    precision: Exact = "fp64",
+    shrink: bool = False,
+    timeout_s: float = 600.0,
+    on_trial: OnTrial = lambda *_: None,
+) -> Proposal:
+    """Propose tensor rules for the job's model and train it by them on `nproc` forked ranks, beside one process.
+
+    What fails is narrowed: each part of the model alone, by weaker ways, and what passed together again. This process
+    runs no tensor operation.
+    """
+    preload()
+    preparation = Preparation(reference=reference, steps=steps, shrink=shrink)
+    model, batch_size, cuts = run_forked(lambda _: _look(preparation, nproc), 1, timeout_s=timeout_s)[0]
+    with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as folder:
+        bench = Bench(preparation=preparation, batch_size=batch_size, folder=Path(folder), timeout_s=timeout_s)
+        if cuts:
+            preload(bench.one(precision).traced[0].imported)
+        trials = _Trials(bench, nproc, precision, on_trial)
+        rules = _narrow(cuts, trials)
+    return Proposal(
+        job=reference.name,
+        model=model,
+        nproc=nproc,
+        rules=rules,
+        verdict=trials.last,
+        weakened=_weakened(cuts, trials, rules),
+    )
+
+
+class _Trials:
+    """Parity runs by rules; the same rules are tried once."""
+
+    def __init__(self, bench: Bench, nproc: int, precision: Exact, on_trial: OnTrial) -> None:
+        self._bench = bench
+        self._nproc = nproc
+        self._precision = precision
+        self._on_trial = on_trial
+        self.verdicts: dict[frozenset[tuple[str, str]], PlanVerdict] = {}
+        self.last: PlanVerdict | None = None
+
+    def passes(self, rules: dict[str, str]) -> bool:
+        """Train by the rules and compare; communicates over ranks that it forks."""
+        key = frozenset(rules.items())
+        if key not in self.verdicts:
+            self._bench.preparation = msgspec.structs.replace(self._bench.preparation, tensor_rules=rules)
+            began = time.perf_counter()
+            verdict = judge(self._bench, "tp", self._nproc, self._precision)
+            self.verdicts[key] = msgspec.structs.replace(verdict, seconds=time.perf_counter() - began)
+            self._on_trial(rules, self.verdicts[key])
+        self.last = self.verdicts[key]
+        return self.last.status == "passed"
+
+
+def _look(preparation: Preparation, degree: int) -> tuple[str, int, tuple[Cut, ...]]:
+    """Look at the job's model with its own first samples; runs tensor operations."""
+    job = prepare_job(preparation)
+    module = structure(job.model, job.seed).module
+    batch = _first_batch(job)
+    cuts = propose_cuts(module, lambda model: job.forward(model, batch), degree=degree)
+    return type(module).__name__, job.batch_size, cuts
+
+
+def _first_batch(job: Job) -> Any:
+    dataset = dataset_of(job, "train")
+    if dataset is None or len(dataset) == 0:
+        raise JobError(
+            "the job has no training data to take a sample from",
+            code="data.no-train-split",
+            fix='return a dataset for "train"',
+        )
+    return (job.collate or default_collate)([dataset[index % len(dataset)] for index in range(SAMPLES)])
+
+
+def _narrow(cuts: Iterable[Cut], trials: _Trials) -> dict[str, str]:
+    """Return the best of each part; if they fail together, what passes alone and then together; else nothing."""
+    best = merged(cut.ways[0] for cut in cuts)
+    if not best or trials.passes(best):
+        return best
+    alone = [next((way for way in cut.ways if trials.passes(way)), {}) for cut in cuts]
+    kept = merged(alone)
+    return kept if kept and trials.passes(kept) else {}
+
+
+def _weakened(cuts: Iterable[Cut], trials: _Trials, rules: dict[str, str]) -> dict[str, str]:
+    """Say of each part that is not cut in its best way why not."""
+    lost = [cut for cut in cuts if not cut.ways[0].items() <= rules.items()]
+    verdicts = {cut.name: trials.verdicts.get(frozenset(cut.ways[0].items())) for cut in lost}
+    failed = {name: verdict for name, verdict in verdicts.items() if verdict and verdict.status != "passed"}
+    return {name: _reason(verdict) for name, verdict in failed.items()} if rules else {}
+
+
+def _reason(verdict: PlanVerdict) -> str:
+    """Name the value that parted first; the finding, or what a rank raised, says the rest."""
+    words = verdict_words(verdict)
+    return words[-1] if words else verdict.status

@@ -1,0 +1,316 @@
+"""Verifying a job: one process, then each plan beside it, and a verdict on each."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from shardwise.engines.available import preload_engine, require_engine
+from shardwise.errors import InputError
+from shardwise.job import load_job
+from shardwise.job.engine import engine_of
+from shardwise.launcher.local.fork import run_forked
+from shardwise.parallel.support import require_supported
+from shardwise.parity.bands import exact_counterpart, loss_band_gaps, no_exact_cause, rounding_gaps, rounds_in
+from shardwise.parity.bench import Bench
+from shardwise.parity.compare import EXACT
+from shardwise.parity.investigate import Case, investigate
+from shardwise.parity.kill import choose_kills
+from shardwise.parity.noise import computes_in_less, conditions, may_be_noise
+from shardwise.parity.plans import (
+    Exact,
+    all_plans,
+    changed_numbers,
+    in_precision,
+    measured_in,
+    one_process,
+    settle_plan,
+)
+from shardwise.parity.prepare import STEPS, Preparation
+from shardwise.parity.pulse import StuckError
+from shardwise.parity.ranks import preload, require_meeting
+from shardwise.parity.report import Finding, Gap, PlanVerdict, VerifyReport
+from shardwise.parity.resume import judge_resume
+from shardwise.parity.variants import Variant
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from shardwise.job import Job, JobReference
+    from shardwise.job.engine import MadeFor
+    from shardwise.job.job import Masks
+    from shardwise.parity.capture import Traced
+    from shardwise.parity.compare import Comparison, Limits
+    from shardwise.plans import Plan
+
+_MEASURES = {"fp64": "every value equal to 1e-09 in fp64", "fp32": "every value within 4 noise floors in fp32"}
+_NOTES = {
+    "drawn": "every dropout is set to 0, but for one step in which masks are compared",
+    "keyed": "dropout is on: its masks are keyed",
+}
+
+_BACKEND_NOTES = {"mpi": ("plans on several ranks ran over mpi, started by mpirun",)}
+
+
+def verify(
+    reference: JobReference,
+    plans: Sequence[str] | None = None,
+    *,
+    nproc: int,
+    steps: int = STEPS,
+    precision: Exact = "fp64",
+    shrink: bool = False,
+    resume: bool = False,
+    timeout_s: float = 600.0,
+    backend: str = "gloo",
+    on_verdict: Callable[[PlanVerdict], None] = lambda _: None,
+) -> VerifyReport:
+    """Train the job under each plan from the same weights and data as one process, and compare all numbers.
+
+    `plans` are written as SPEC+KEY=VALUE; None is every plan of `all_plans`, where one that does not fit the job is
+    no failure. Each plan trains on `nproc` CPU ranks, forked or, over "mpi", started by mpirun; this process runs no
+    tensor operation. With `resume` each is compared with itself instead: killed and resumed, on other ranks as the
+    next plan, beside a run that nobody stopped.
+    """
+    if resume:
+        choose_kills("", steps)  # refuses too few steps
+    require_meeting(backend)
+    preload()
+    # In a fork: a job file may run tensor operations when it is loaded, and this process must stay fit to be forked.
+    batch_size, masks, made_for = run_forked(lambda _: _facts(load_job(reference)), 1, timeout_s=timeout_s)[0]
+    require_engine(one_process(batch_size, dtype=precision, made_for=made_for))
+    names = all_plans(nproc) if plans is None else list(plans)
+    if plans is not None:
+        _check_plans(names, batch_size=batch_size, nproc=nproc, made_for=made_for)
+    preparation = Preparation(reference=reference, steps=steps, shrink=shrink)
+    verdicts = []
+    with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as folder:
+        bench = Bench(
+            preparation=preparation,
+            batch_size=batch_size,
+            folder=Path(folder),
+            timeout_s=timeout_s,
+            backend=backend,
+            made_for=made_for,
+        )
+        precision, notes = bench.exact(precision)
+        one = bench.one(precision).traced[0]
+        preload(one.imported)
+        for name in names:
+            began = time.perf_counter()
+            verdict = judge(bench, name, nproc, precision, resumed_as=names if resume else None)
+            if plans is None and verdict.status == "refused":
+                verdict = msgspec.structs.replace(verdict, status="does not apply")
+            verdicts.append(msgspec.structs.replace(verdict, seconds=time.perf_counter() - began))
+            on_verdict(verdicts[-1])
+    return VerifyReport(
+        job=reference.name,
+        nproc=nproc,
+        steps=steps,
+        precision=precision,
+        beside="a run that nobody stopped" if resume else "one process",
+        notes=(_NOTES[masks], *_BACKEND_NOTES.get(backend, ()), *notes, *_coverage(one, batch_size), *one.remarks),
+        verdicts=tuple(verdicts),
+    )
+
+
+def _coverage(one: Traced, batch_size: int) -> tuple[str, ...]:
+    """Return a note where no step had fewer rows than the batch, or none that has all its rows followed one."""
+    shorts = [step for step, rows in enumerate(one.rows) if len(rows) < batch_size]
+    if batch_size == 1:
+        return ()
+    if not shorts:
+        return ("no step was short: the training data is a stream, or only one step was trained",)
+    if all(step in shorts for step in range(shorts[0], len(one.rows))):
+        return ("no full step followed a short one: state that a short step spoils was not seen",)
+    return ()
+
+
+def _check_plans(names: Sequence[str], *, batch_size: int, nproc: int, made_for: MadeFor) -> None:
+    """Refuse plans that cannot be tried, before any process starts, and import once what their engines need."""
+    for name in names:
+        plan = settle_plan(name, batch_size=batch_size, nproc=nproc, made_for=made_for)
+        require_supported(plan)
+        require_engine(plan)
+        preload_engine(plan)
+
+
+def _facts(job: Job) -> tuple[int, Masks, MadeFor]:
+    return job.batch_size, job.masks, engine_of(job)
+
+
+def judge(
+    bench: Bench, name: str, nproc: int, precision: Exact, *, resumed_as: Sequence[str] | None = None
+) -> PlanVerdict:
+    """Train one plan and give a verdict; whatever a rank raises is part of it."""
+    try:
+        plan = settle_plan(name, batch_size=bench.batch_size, nproc=nproc, made_for=bench.made_for)
+        require_supported(plan)
+        precision = measured_in(plan, precision)
+        changes = changed_numbers(plan, has_batch_norm=bench.one(precision).traced[0].has_batch_norm)
+        if resumed_as is not None:
+            _require_exact(changes)
+            return judge_resume(bench, name, plan, resumed_as, precision)
+        if changes:
+            return _judge_by_band(bench, name, plan, changes)
+        return _judge_by_value(bench, name, in_precision(plan, precision), precision)
+    except InputError as error:
+        return PlanVerdict(plan=name, status="refused", reason=str(error))
+    except StuckError as error:
+        ranks = tuple(each.rank for each in error.stuck)
+        return PlanVerdict(
+            plan=name, status="failed", findings=(Finding(cause="hang", evidence=str(error), ranks=ranks),)
+        )
+    except Exception as error:  # noqa: BLE001 - a plan that crashes has failed, and the others are still to be seen
+        return PlanVerdict(plan=name, status="failed", reason=_crash_words(error))
+
+
+def _require_exact(changes: dict[str, float]) -> None:
+    if changes:
+        raise InputError(
+            f"it {' and '.join(changes)}, so that other ranks give other numbers",
+            code="verify.plan-not-exact",
+            fix="verify --resume an exact plan",
+        )
+
+
+def _crash_words(error: Exception) -> str:
+    """Say in one line what a rank raised and where."""
+    said = (str(error).strip().splitlines() or [""])[0]
+    lines = [line.strip() for note in getattr(error, "__notes__", []) for line in note.splitlines()]
+    frames = [line for line in lines if line.startswith("File ")]
+    ours = [line for line in frames if "site-packages" not in line]
+    places = ours or frames or [line for line in lines if line.startswith("last words")]
+    return f"a rank raised {type(error).__name__}: {said}" + (f" ({places[-1]})" if places else "")
+
+
+def _judge_by_value(bench: Bench, name: str, plan: Plan, precision: Exact) -> PlanVerdict:
+    """Compare every value, and look for the cause when one is off."""
+    variant = _twin(bench, plan, precision)
+    record = bench.run(plan)
+    comparison, limits = bench.compare_with_one(record, bench.one(precision, variant), precision)
+    if precision == "fp64" and _casts_inside(bench, comparison):
+        record.discard()
+        verdict = _judge_by_value(bench, name, in_precision(plan, "fp32"), "fp32")
+        note = "; not in fp64, where one process differs from itself: the model casts to a lower precision"
+        return msgspec.structs.replace(verdict, measure=verdict.measure + note)
+    if comparison.first is None:
+        findings = [*not_applied(plan, record.traced), *_mask_findings(bench, plan, precision)]
+    elif plan.engine == "mlx":
+        evidence = f"{comparison.first} parted first; causes are looked for in models of torch alone"
+        findings = [Finding(cause="not known", evidence=evidence)]
+    else:
+        case = Case(plan=plan, precision=precision, twin=variant, record=record, comparison=comparison)
+        findings = investigate(bench, case)
+    record.discard()
+    return PlanVerdict(
+        plan=name,
+        status="failed" if findings else "passed",
+        measure=_measure(precision, limits),
+        left_out=limits.left_out,
+        worst=comparison.worst,
+        first=comparison.first,
+        findings=tuple(findings),
+    )
+
+
+def _casts_inside(bench: Bench, comparison: Comparison) -> bool:
+    """Whether what is off in fp64 is as small as the noise of a model that computes in less inside."""
+    first = comparison.first
+    return first is not None and may_be_noise(first) and computes_in_less(bench.noise("fp64"))
+
+
+def _measure(precision: Exact, limits: Limits) -> str:
+    """Say what every value was held to, and what was left out."""
+    loosest = max(limits.kinds.values())
+    if precision == "fp64" and loosest > EXACT:
+        return f"every value within 4 noise floors in fp64 (at most {loosest:.1e}){conditions(limits)}"
+    return _MEASURES[precision] + conditions(limits)
+
+
+def _mask_findings(bench: Bench, plan: Plan, precision: Exact) -> list[Finding]:
+    """Look at drawn dropout masks, which are off while numbers are compared, in one more step with dropout on."""
+    if plan.layout.world_size == 1 or plan.engine == "mlx" or not bench.one(precision).traced[0].silenced:
+        return []
+    finding = bench.mask_finding(plan)
+    return [] if finding is None else [finding]
+
+
+def not_applied(plan: Plan, traced: Sequence[Traced]) -> list[Finding]:
+    """Name the axes that were to cut the model and did not: whole copies give equal numbers and save nothing."""
+    cuts_weights = plan.zero == 3 or (plan.zero == 2 and plan.engine == "torch")
+    cutting = ["pp", "tp", *(["shard"] if cuts_weights else [])]
+    whole = [axis for axis in cutting for group in plan.layout.groups(axis)[:1] if _all_alike(traced, group)]
+    findings = [
+        Finding(
+            cause="plan not applied",
+            evidence=f"{axis} is {getattr(plan.layout, axis)}, but the ranks along it all hold the same parameters",
+        )
+        for axis in whole
+    ]
+    if plan.zero and not cuts_weights and any(each.optimized >= each.held for each in traced):
+        evidence = f"zero is {plan.zero}, but the optimizer keeps all its states"
+        findings.append(Finding(cause="plan not applied", evidence=evidence))
+    return findings
+
+
+def _all_alike(traced: Sequence[Traced], ranks: Sequence[int]) -> bool:
+    return len(ranks) > 1 and len({tuple(traced[rank].parameters[0]) for rank in ranks}) == 1
+
+
+def _twin(bench: Bench, plan: Plan, precision: Exact) -> Variant:
+    """Return how one process must group its rows to be comparable: batch statistics belong to a micro-batch."""
+    has_batch_norm = bench.one(precision).traced[0].has_batch_norm
+    if has_batch_norm and plan.accumulation > 1:
+        return Variant(readers=plan.layout.dp, accumulation=plan.accumulation)
+    return Variant()
+
+
+def _judge_by_band(bench: Bench, name: str, plan: Plan, changes: dict[str, float]) -> PlanVerdict:
+    """Compare losses by a band, and gradients and updates by the rounding that one process shows."""
+    steps = _band_steps(plan, bench.preparation.steps)
+    twin = _twin(bench, plan, "fp32")
+    expected = bench.one("fp32", twin, steps=steps)
+    record = bench.run(plan, steps=steps)
+    band = sum(changes.values())
+    gaps = loss_band_gaps(record, expected, band)
+    measure = f"losses within {band:.0%} of fp32, since it {' and '.join(changes)}"
+    dtype = rounds_in(plan)
+    if dtype is not None:
+        lower = bench.one_in(plan, twin)
+        gaps += bench.apart(lambda: rounding_gaps(record, expected, lower, plan))
+        measure += f"; gradients and updates as close to fp32 as one process in {dtype}"
+    record.discard()
+    first = next((gap for gap in gaps if not gap.beyond <= 1), None)
+    if first is None:
+        findings = _mask_findings(bench, plan, "fp32")
+    else:
+        findings = [] if dtype is None else _exact_causes(bench, name, plan, first, dtype)
+    return PlanVerdict(
+        plan=name,
+        status="failed" if first is not None or findings else "passed",
+        measure=measure,
+        worst=max(gaps, key=lambda gap: gap.beyond),
+        first=first,
+        findings=tuple(findings),
+    )
+
+
+def _band_steps(plan: Plan, steps: int) -> int:
+    """Return how many steps show whether the losses of a plan are in their band."""
+    if plan.communication.compression == "powersgd":
+        return max(steps, 14)  # it sends plain gradients for its first ten steps, and proves nothing in those
+    if plan.communication.sync_every > 1:
+        return min(steps, plan.communication.sync_every + 1)  # replicas are farther from one process in every round
+    return steps
+
+
+def _exact_causes(bench: Bench, name: str, plan: Plan, first: Gap, dtype: str) -> list[Finding]:
+    """Look for the cause in the plan without lower precision, where values can be compared."""
+    precision = measured_in(plan, "fp64")
+    exact = _judge_by_value(bench, name, exact_counterpart(plan, precision), precision)
+    return list(exact.findings) or [no_exact_cause(first, dtype)]

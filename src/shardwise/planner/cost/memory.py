@@ -1,0 +1,292 @@
+"""Memory of one rank under a plan: what lives in forward, backward and update, and what lives at the highest moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwise.planner.cost.holdings import Holdings, add_up
+from shardwise.planner.cost.stages import cut_stages
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from shardwise.planner.cost.holdings import Share
+    from shardwise.planner.cost.stages import Stage
+    from shardwise.planner.model.shape import ModelShape, Moment, Part
+    from shardwise.plans.plan import Plan
+
+GIB = 1 << 30
+WORKSPACE = 2 * (32 << 20)
+"""What cuBLAS takes through torch's allocator on Hopper, once for the thread of forward and once for that of backward;
+measured with torch 2.11 on an H200, less on older chips."""
+CONTEXT = 0.55 * GIB
+"""CUDA context, kernels and library handles of one process, outside of the allocator: assumed, not measured."""
+PER_GROUP = 0.2 * GIB
+"""NCCL's channels and buffers for one communicator of more than one rank: assumed, not measured."""
+FRAGMENTED = 1.06
+"""Reserved over allocated at the peak, for rounding and holes: assumed. 1.15 was seen once, for 8.8 billion parameters
+sharded over 64 (52.9 GiB allocated, 60.9 reserved on an H200)."""
+BUCKET = 25 << 20
+"""What ZeRO-1 gathers at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerShape:
+    """What an optimizer keeps for each parameter."""
+
+    name: str = "adamw"
+    states: float = 2.0
+    """Numbers of the optimizer's dtype per parameter."""
+    temporaries: float = 0.0
+    """Numbers per parameter that live during its step; a fused kernel has none."""
+
+
+ADAMW = OptimizerShape()
+SGD = OptimizerShape(name="sgd", states=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What one rank needs, in bytes; of the pipeline's stages the one that needs most."""
+
+    peak: float
+    """Allocated at the highest moment."""
+    reserved: float
+    """What the allocator takes from the device for that."""
+    outside: float
+    """What context, libraries and communicators take without asking the allocator."""
+    phase: str
+    """When the highest moment is: "forward", "backward" or "update"."""
+    at_peak: Mapping[str, float]
+    """What lives then, by name."""
+    host: float
+    """On the host, for this rank."""
+    stage: int
+
+    @property
+    def total(self) -> float:
+        """What must fit on the device."""
+        return self.reserved + self.outside
+
+
+def predict_memory(
+    shape: ModelShape, plan: Plan, *, optimizer: OptimizerShape = ADAMW, context: float = CONTEXT
+) -> Memory:
+    """Return the memory of the rank that needs most; `context` is what a process takes outside of the allocator."""
+    ranks = _stages_by_rank(shape, plan)
+    # Of ranks with equal stages the first holds most micro-batches.
+    unlike = {tuple(stage.likeness for stage in stages): stages for stages in reversed(ranks)}
+    memories = [_rank_memory(Holdings(shape, plan, optimizer, stages), context) for stages in unlike.values()]
+    return max(memories, key=lambda memory: memory.peak)
+
+
+def _stages_by_rank(shape: ModelShape, plan: Plan) -> list[list[Stage]]:
+    stages: dict[int, list[Stage]] = {}
+    for stage in cut_stages(shape, plan):
+        stages.setdefault(stage.rank, []).append(stage)
+    return [stages[rank] for rank in sorted(stages)]
+
+
+def _rank_memory(own: Holdings, context: float) -> Memory:
+    on_gpu = context > 0
+    phase, at_peak = max(_moments(own, on_gpu=on_gpu), key=lambda moment: sum(moment[1].values()))
+    at_peak["workspace"] = float(WORKSPACE) if on_gpu else 0.0
+    at_peak = {name: amount for name, amount in at_peak.items() if amount > 0}
+    peak = sum(at_peak.values())
+    groups = sum(degree > 1 for degree in own.plan.layout.degrees)
+    return Memory(
+        peak=peak,
+        reserved=peak * FRAGMENTED,
+        outside=context + (groups * PER_GROUP if on_gpu else 0.0),
+        phase=phase,
+        at_peak=dict(sorted(at_peak.items(), key=lambda item: -item[1])),
+        host=own.host(),
+        stage=own.rank,
+    )
+
+
+def _moments(own: Holdings, *, on_gpu: bool) -> list[tuple[str, dict[str, float]]]:
+    """Return every moment that can be the highest: its phase, and what lives then by name."""
+    rest = own.at_rest(on_gpu=on_gpu)
+    found = [_update(own, rest)]
+    for index, share in enumerate(own.shares):
+        below = own.kept(index)
+        before = below + own.saved[index] * (share.number - 1)
+        found.append(("forward", _forward(own, rest, index, before, on_gpu=on_gpu)))
+        found += _backward(own, rest, index, below, on_gpu=on_gpu)
+    return found
+
+
+def _forward(own: Holdings, rest: Mapping[str, float], index: int, below: float, *, on_gpu: bool) -> dict[str, float]:
+    share = own.shares[index]
+    footprint = share.part.footprints[own.plan.recompute]
+    now = dict(rest)
+    _add(now, "gradients", _accumulated(own))
+    now["activations"] = below
+    _add(now, _held_name(share.part), own.amount(footprint.forward_on_gpu if on_gpu else footprint.forward))
+    now["casts"] = _casts(own, own.shares[:index], share, share.number)
+    if own.sharded:
+        now["gathered"] = _gathered_forward(own, index)
+    return now
+
+
+def _accumulated(own: Holdings) -> float:
+    """Gradients of earlier micro-batches, but for those in DDP's buckets."""
+    if own.plan.accumulation == 1 or (own.uses_buckets and own.plan.gradient_sync == "every"):
+        return 0.0
+    if not own.sharded:
+        return own.held_bytes * own.total("trained")
+    if own.plan.gradient_sync == "last":
+        return own.reduce_bytes * own.total("trained")
+    return 0.0 if own.sheds_gradients else own.reduce_bytes * own.total("owned_trained")
+
+
+def _casts(own: Holdings, before: Sequence[Share], share: Share, count: int) -> float:
+    """Copies of fp32 weights in the compute dtype, which autocast makes and backward needs."""
+    if own.sharded or own.compute_bytes == own.held_bytes:
+        return 0.0
+    return own.compute_bytes * (add_up(before, "cast") + count * share.cast)
+
+
+def _gathered_forward(own: Holdings, index: int) -> float:
+    """The root and what a block needs twice, as it came and in place, while what came before it is still held.
+
+    ZeRO-2 keeps all blocks so far.
+    """
+    share = own.shares[index]
+    blocks = [done for done in own.shares[:index] if done.part.kind == "block"]
+    if share.part.kind != "block":
+        came = blocks[-1].unit if blocks else own.root
+        kept = add_up(blocks, "unit") if own.plan.zero == 2 else 0.0
+        return own.compute_bytes * (own.root + kept + came)
+    came = share.unit if share.number > 1 else blocks[-1].unit if blocks else own.root
+    kept = share.unit if own.plan.zero == 3 else add_up(blocks, "unit") + share.unit * share.number
+    return own.compute_bytes * (own.root + kept + share.unit + came)
+
+
+def _backward(
+    own: Holdings, rest: Mapping[str, float], index: int, below: float, *, on_gpu: bool
+) -> list[tuple[str, dict[str, float]]]:
+    share = own.shares[index]
+    found = []
+    moments = [one for one in share.part.footprints[own.plan.recompute].backward if on_gpu or not one.on_gpu]
+    # The last of equal blocks has most activations below it, the first most gradients above it; those beside
+    # them also have a neighbour on either side, whose weights or gradients travel meanwhile.
+    for position in {share.number, max(1, share.number - 1), min(2, share.number), 1}:
+        for moment in moments:
+            now = dict(rest)
+            now["activations"] = below + own.saved[index] * (position - 1)
+            _add(now, _held_name(share.part), own.amount(moment.held))
+            now["casts"] = _casts_backward(own, index, position)
+            if own.sharded:
+                _add_sharded(own, now, index, position, moment)
+            elif own.uses_buckets:
+                now["gradients"] += _outside_buckets(own, index, position)
+            else:
+                now["gradients"] = _plain_gradients(own, index, position, moment)
+            found.append(("backward", now))
+    return found
+
+
+def _casts_backward(own: Holdings, index: int, position: int) -> float:
+    share = own.shares[index]
+    if own.plan.recompute == "none":
+        return _casts(own, own.shares[:index], share, position)
+    kept = [before for before in own.shares[:index] if before.part.kind != "block"]  # blocks cast anew
+    return _casts(own, kept, share, 1)
+
+
+def _done(own: Holdings, index: int, position: int, name: str, *, blocks: bool = True, root: bool = True) -> float:
+    """Add up a number over the parts whose backward pass is over."""
+    share = own.shares[index]
+    after = [done for done in own.shares[index + 1 :] if (blocks if done.part.kind == "block" else root)]
+    mine = (share.number - position) * float(getattr(share, name)) if blocks else 0.0
+    return add_up(after, name) + mine
+
+
+def _plain_gradients(own: Holdings, index: int, position: int, moment: Moment) -> float:
+    if own.plan.accumulation > 1:
+        return own.held_bytes * own.total("trained")
+    return own.held_bytes * (_done(own, index, position, "trained") + _fresh(own, index, moment))
+
+
+def _outside_buckets(own: Holdings, index: int, position: int) -> float:
+    """Gradients of earlier micro-batches, which are not in DDP's buckets until the last one's come to them."""
+    if own.plan.accumulation == 1 or own.plan.gradient_sync == "every":
+        return 0.0
+    return own.held_bytes * (add_up(own.shares[:index], "trained") + position * own.shares[index].trained)
+
+
+def _fresh(own: Holdings, index: int, moment: Moment) -> float:
+    """Numbers of gradients that the part at work has made, on one rank."""
+    share = own.shares[index]
+    return moment.gradients * share.whole / max(1, share.part.numel)
+
+
+def _add_sharded(own: Holdings, now: dict[str, float], index: int, position: int, moment: Moment) -> None:
+    """Add units gathered, gradients whole and cut, and the buffer from which they are sent."""
+    share = own.shares[index]
+    unit = share.unit if share.part.kind == "block" else 0.0
+    if own.plan.accumulation > 1 and own.plan.gradient_sync == "last":
+        now["gradients"] = own.reduce_bytes * own.total("trained")
+    else:
+        shards = 0.0 if own.sheds_gradients else _done(own, index, position, "owned_trained", root=False)
+        now["gradients"] = own.reduce_bytes * shards
+        root_done = _done(own, index, position, "trained", blocks=False)
+        now["gradients on their way"] = own.compute_bytes * (root_done + _fresh(own, index, moment))
+    if own.plan.zero == 2:
+        below = add_up([block for block in own.shares[:index] if block.part.kind == "block"], "unit")
+        now["gathered"] = own.compute_bytes * (own.root + below + unit * position)
+    elif share.part.kind == "last" and share.trained and not moment.gradients and not own.plan.fused_loss:
+        now["gathered"] = 0.0  # the loss: the model's own backward has not begun
+    elif share.part.kind == "last":
+        # As it came and in place; then the last block is gathered ahead.
+        now["gathered"] = own.compute_bytes * (own.root + max(own.root, _gathered_next(own, index, position)))
+    else:
+        now["gathered"] = own.compute_bytes * (own.root + unit + _gathered_next(own, index, position))
+    now["reduce buffer"] = own.reduce_bytes * _sent_last(own, index, position)
+
+
+def _gathered_next(own: Holdings, index: int, position: int) -> float:
+    """Numbers of the block that backward comes to next, gathered ahead."""
+    share = own.shares[index]
+    if share.part.kind == "block" and position > 1:
+        return share.unit
+    below = [block for block in own.shares[:index] if block.part.kind == "block"]
+    return below[-1].unit if below else 0.0
+
+
+def _sent_last(own: Holdings, index: int, position: int) -> float:
+    """Numbers of the block after this part, whose gradients may still be on their way; the root comes last."""
+    share = own.shares[index]
+    if share.part.kind == "block" and position < share.number:
+        return share.unit_trained
+    return next((block.unit_trained for block in own.shares[index + 1 :] if block.part.kind == "block"), 0.0)
+
+
+def _update(own: Holdings, rest: Mapping[str, float]) -> tuple[str, dict[str, float]]:
+    now = dict(rest)
+    if not own.uses_buckets and not own.sheds_gradients:
+        now["gradients"] = own.held_bytes * own.total("owned_trained" if own.sharded else "trained")
+    owned = own.total("owned_trained" if own.plan.zero else "trained")
+    now["temporaries"] = own.held_bytes * own.optimizer.temporaries * owned
+    if own.plan.zero == 1:
+        now["gather buffers"] = _gather_buffers(own)
+    return "update", now
+
+
+def _gather_buffers(own: Holdings) -> float:
+    """ZeRO-1 gathers new rows bucket by bucket: own rows twice, everybody's, and one weight put in order."""
+    numels = (weight.numel for share in own.shares for weight in share.part.weights if weight.trained)
+    largest = own.held_bytes * max(numels, default=0)
+    bucket = max(largest, min(float(BUCKET), own.held_bytes * own.total("trained")))
+    return bucket * (1 + 2 / own.plan.layout.folded.shard) + largest
+
+
+def _add(now: dict[str, float], name: str, amount: float) -> None:
+    now[name] = now.get(name, 0.0) + amount
+
+
+def _held_name(part: Part) -> str:
+    return "logits and loss" if part.kind == "last" else "activations"

@@ -1,0 +1,266 @@
+"""What one stage of a plan costs on one rank: compute of a micro-batch, and the collectives around it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardwise.layout import Layout
+from shardwise.planner.cost.compute import PartCost, Seconds
+from shardwise.planner.cost.holdings import uses_ddp
+from shardwise.planner.cost.passes import Unit, bucket_reduces
+from shardwise.planner.cost.traffic import collective, place
+from shardwise.planner.model.shape import ELEMENT_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardwise.hardware.calibration import Calibration
+    from shardwise.hardware.machine import Cluster
+    from shardwise.planner.cost.compute import ComputeModel
+    from shardwise.planner.cost.stages import Stage
+    from shardwise.planner.cost.traffic import Collective, Placement, Transfer
+    from shardwise.planner.model.shape import ModelShape, Part
+    from shardwise.plans.plan import Plan
+
+BUCKET_BYTES = 25 * 2**20
+"""What the engine sums and gathers at once outside of DDP."""
+
+
+class Wires:
+    """Collectives of one cluster, each worked out once."""
+
+    def __init__(self, cluster: Cluster, calibration: Calibration) -> None:
+        self.cluster = cluster
+        self.calibration = calibration
+        self._known: dict[tuple[str, float, Placement], Transfer] = {}
+
+    def transfer(self, name: Collective, num_bytes: float, layout: Layout, *axes: str) -> Transfer:
+        """Return the time of a collective along some axes of a layout."""
+        key = (name, num_bytes, place(layout, axes, self.cluster))
+        if key not in self._known:
+            self._known[key] = collective(name, num_bytes, key[2], self.cluster, self.calibration)
+        return self._known[key]
+
+    def seconds(self, name: Collective, num_bytes: float, layout: Layout, *axes: str) -> float:
+        """Return the seconds of a collective; none along axes of degree 1."""
+        if num_bytes <= 0 or all(getattr(layout, axis) == 1 for axis in axes):
+            return 0.0
+        return self.transfer(name, num_bytes, layout, *axes).seconds
+
+    def in_buckets(self, name: Collective, num_bytes: float, layout: Layout, *axes: str) -> float:
+        """Return the seconds of as many collectives of BUCKET_BYTES as it takes."""
+        full, rest = divmod(num_bytes, BUCKET_BYTES)
+        return full * self.seconds(name, BUCKET_BYTES, layout, *axes) + self.seconds(name, rest, layout, *axes)
+
+    def figure(self, layout: Layout) -> tuple[float, str]:
+        """Return uncertainty and origin of what travels along the widest axes of a layout."""
+        kinds = (("replicate", "shard"), ("cp",), ("tp",), ("pp",))
+        axes = next((axes for axes in kinds if _size(layout, axes) > 1), ("tp",))
+        transfer = self.transfer("all_reduce", BUCKET_BYTES, layout, *axes)
+        return transfer.uncertainty, transfer.origin
+
+
+def _size(layout: Layout, axes: tuple[str, ...]) -> int:
+    return math.prod(getattr(layout, axis) for axis in axes)
+
+
+class Exchange(NamedTuple):
+    """Communication in the middle of a pass, which nothing hides. Seconds."""
+
+    tensor: float = 0.0
+    batch_norm: float = 0.0
+    context: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.tensor + self.batch_norm + self.context
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCost:
+    """One stage on one rank, for one micro-batch."""
+
+    units: tuple[Unit, ...]
+    forward: Seconds
+    backward: Seconds
+    again: Seconds
+    """What recompute adds to backward."""
+    exchange: Exchange
+    """Forward and backward together."""
+    trained: float
+    """Parameters with gradients on this rank, before the shard axis cuts them."""
+
+    @property
+    def busy(self) -> float:
+        """Seconds a micro-batch takes when no other communication is waited for."""
+        return self.forward.total + self.backward.total + self.again.total + self.exchange.total
+
+
+def stage_cost(stage: Stage, shape: ModelShape, plan: Plan, compute: ComputeModel, wires: Wires) -> StageCost:
+    """Return what one micro-batch costs on a stage."""
+    forward = backward = again = Seconds()
+    exchanged = Exchange()
+    units: list[Unit] = []
+    gradients: list[float] = []
+    for part, count in stage.parts:
+        cost, extra = _part_cost(part, plan, compute)
+        once = _exchange(part, shape, plan, wires)
+        given = compute.assumptions
+        once = once._replace(tensor=once.tensor * (1.0 - given.overlapped_tensor * (1.0 - given.contention)))
+        repeats = 2 + (plan.recompute != "none" and part.kind == "block")
+        unit = Unit(
+            name=part.name,
+            forward=cost.forward.total + once.total,
+            backward=cost.backward.total + extra.total + (repeats - 1) * once.total,
+        )
+        units += [unit] * count
+        gradients += [numel_of(part, plan.layout, trained=True)] * count
+        forward, backward = forward.plus(cost.forward, count), backward.plus(cost.backward, count)
+        again = again.plus(extra, count)
+        exchanged = Exchange(*(a + repeats * count * b for a, b in zip(exchanged, once, strict=True)))
+    if plan.zero >= 2:
+        units = _sharded(stage, units, plan, wires, compute)
+    elif uses_ddp(plan):
+        units = _replicated(units, gradients, plan, wires)
+    return StageCost(
+        units=tuple(units),
+        forward=forward,
+        backward=backward,
+        again=again,
+        exchange=exchanged,
+        trained=sum(gradients),
+    )
+
+
+def _part_cost(part: Part, plan: Plan, compute: ComputeModel) -> tuple[PartCost, Seconds]:
+    """Return the compute of one micro-batch on one of a part, and what recompute adds to its backward."""
+    compiled = plan.compile == "model" or (plan.compile == "blocks" and part.kind == "block")
+    cost = compute.cost(
+        part,
+        plan.micro_batch,
+        tp=plan.layout.tp,
+        sequence_parallel=plan.sequence_parallel,
+        compiled=compiled,
+    )
+    if plan.is_captured and not compute.on_host:  # one launch for all operators of a step
+        cost = PartCost(*(seconds._replace(launch=0.0, host=0.0) for seconds in cost))
+    again = cost.again(plan.recompute) if part.kind == "block" else Seconds()
+    if plan.zero >= 2:
+        ahead, back = compute.assumptions.shard_operators
+        cost = cost._replace(forward=compute.hooked(cost.forward, ahead), backward=compute.hooked(cost.backward, back))
+    return cost, again
+
+
+def tensor_exchange(
+    part: Part, samples: int, tp: int, wires: Wires, *, sequence_parallel: bool, fused: bool = False
+) -> float:
+    """Return seconds that one forward pass of a part waits for its tensor-parallel group; backward waits as long."""
+    if tp == 1 or not part.num_exchanges:
+        return 0.0
+    size = part.tp_exchanged.at(samples) / part.num_exchanges
+    names: tuple[Collective, ...] = ("reduce_scatter", "all_gather") if sequence_parallel else ("all_reduce",)
+    if part.kind == "last":
+        # Logits of all ranks side by side, where nothing is summed; or the gradient of what the head was given.
+        names = ("all_reduce",) if fused else ("all_gather",)
+    # tp is the innermost axis: where its groups stand does not depend on the others.
+    return part.num_exchanges * sum(wires.seconds(name, size, Layout(tp=tp), "tp") for name in names)
+
+
+def context_exchange(part: Part, samples: int, layout: Layout, wires: Wires) -> float:
+    """Return seconds that one forward pass of a part waits for other slices of the tokens; backward waits as long."""
+    if not part.num_cp_exchanges:
+        return 0.0
+    size = part.cp_exchanged.at(samples, tp=layout.tp) / part.num_cp_exchanges
+    # cp and tp are the innermost axes: where their groups stand does not depend on the others.
+    inner = Layout(cp=layout.cp, tp=layout.tp)
+    return part.num_cp_exchanges * wires.seconds("all_to_all", size, inner, "cp")
+
+
+def _exchange(part: Part, shape: ModelShape, plan: Plan, wires: Wires) -> Exchange:
+    """Return what one forward pass of a part waits for inside."""
+    layout = plan.layout
+    tensor = tensor_exchange(
+        part,
+        plan.micro_batch,
+        layout.tp,
+        wires,
+        sequence_parallel=plan.sequence_parallel,
+        fused=plan.fused_loss and shape.head is not None,
+    )
+    if layout.cp > 1:
+        return Exchange(tensor, context=context_exchange(part, plan.micro_batch, layout, wires))
+    if not shape.ties_samples or plan.batch_norm == "local" or layout.dp == 1:
+        return Exchange(tensor)
+    # Every convolution is followed by a norm, which sums sum, square sum and count of some hundred channels.
+    number = sum(matmul.count for matmul in part.work.matmuls)
+    return Exchange(tensor, number * wires.seconds("all_reduce", 4096.0, layout, "replicate", "shard"))
+
+
+def numel_of(part: Part, layout: Layout, *, trained: bool = False) -> float:
+    """Return parameters of one of a part on a rank; a tied one counts once where its twin is on the same rank."""
+    return sum(
+        weight.numel / (layout.tp if weight.cut else 1)
+        for weight in part.weights
+        if (weight.trained or not trained) and not (weight.tied and layout.pp == 1)
+    )
+
+
+def _replicated(units: list[Unit], gradients: list[float], plan: Plan, wires: Wires) -> list[Unit]:
+    """Give units the sums of DDP's buckets; ZeRO-1 sums the same way."""
+    compressed = {"bf16": 2, "fp16": 2}.get(plan.communication.compression)
+    width = compressed or ELEMENT_BYTES[plan.precision.reduce]
+
+    def seconds_of(num_bytes: float) -> float:
+        return wires.seconds("all_reduce", num_bytes, plan.layout.folded, "replicate", "shard")
+
+    bucket = plan.communication.bucket_mb * 2**20
+    reduces = bucket_reduces([width * numel for numel in gradients], bucket, seconds_of)
+    return [unit._replace(reduce=seconds) for unit, seconds in zip(units, reduces, strict=True)]
+
+
+def _sharded(stage: Stage, units: list[Unit], plan: Plan, wires: Wires, compute: ComputeModel) -> list[Unit]:
+    """Give units their gathers and sums: blocks their own, all else together around the pass."""
+    cut, place = list(units), 0
+    rest = rest_trained = 0.0
+    for part, count in stage.parts:
+        numel, trained = numel_of(part, plan.layout), numel_of(part, plan.layout, trained=True)
+        if part.kind == "block":
+            own = _shard_times(numel, trained, plan, wires, compute)
+            cut[place : place + count] = [_with(unit, own) for unit in units[place : place + count]]
+        else:
+            rest, rest_trained = rest + count * numel, rest_trained + count * trained
+        place += count
+    root = _shard_times(rest, rest_trained, plan, wires, compute)
+    cut[0] = _with(cut[0], root | {"gather_again": 0.0})
+    cut[-1] = _with(cut[-1], {"gather_again": root["gather_again"]})
+    return cut
+
+
+def _with(unit: Unit, times: Mapping[str, float]) -> Unit:
+    return unit._replace(**{name: getattr(unit, name) + seconds for name, seconds in times.items()})
+
+
+def _shard_times(numel: float, trained: float, plan: Plan, wires: Wires, compute: ComputeModel) -> dict[str, float]:
+    """Return seconds to gather and sum one sharded unit, and of the copies beside it."""
+    layout, precision, calibration = plan.layout.folded, plan.precision, compute.calibration
+    used = ELEMENT_BYTES[precision.compute if precision.compute in {"bf16", "fp16"} else precision.parameter]
+    sent = compute.assumptions.gather_bytes or used
+    gather = wires.seconds("all_gather", sent * numel, layout, "shard")
+    width = ELEMENT_BYTES[precision.reduce]
+    reduce = wires.seconds("reduce_scatter", width * trained, layout, "shard")
+    if plan.communication.sync_every == 1:
+        reduce += wires.seconds("all_reduce", width * trained / layout.shard, layout, "replicate")
+    if plan.offload.parameters == "cpu":
+        gather += ELEMENT_BYTES[precision.parameter] * numel / layout.shard / calibration.from_host.value
+        reduce += ELEMENT_BYTES[precision.parameter] * trained / layout.shard / calibration.to_host.value
+    bandwidth = calibration.memory_bandwidth.value
+    return {
+        "gather": gather,
+        "gather_again": gather if plan.zero == 3 else 0.0,
+        "reduce": reduce,
+        "gather_copy": 2 * sent * numel / bandwidth,
+        "reduce_copy": (used + width) * trained / bandwidth,
+    }

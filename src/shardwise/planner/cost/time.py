@@ -1,0 +1,265 @@
+"""Seconds of one optimizer step under a plan, by part: compute, exposed communication, bubbles, update, input."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwise.planner.cost.compute import Assumptions, ComputeModel
+from shardwise.planner.cost.memory import ADAMW
+from shardwise.planner.cost.passes import backward_tasks, forward_tasks, run_pass
+from shardwise.planner.cost.pipeline_time import pipeline_span
+from shardwise.planner.cost.stage_costs import Wires, stage_cost
+from shardwise.planner.cost.stages import cut_stages
+from shardwise.planner.model.shape import ELEMENT_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from shardwise.hardware.calibration import Calibration
+    from shardwise.hardware.machine import Cluster
+    from shardwise.planner.cost.memory import OptimizerShape
+    from shardwise.planner.cost.passes import Pass
+    from shardwise.planner.cost.stage_costs import StageCost
+    from shardwise.planner.cost.stages import Stage
+    from shardwise.planner.model.shape import ModelShape, Part
+    from shardwise.plans.plan import Plan
+
+WAITING = ("tensor", "context", "batch norm", "gather", "reduce", "sum", "collect", "meet")
+"""Parts in which compute waits for other ranks."""
+OUTER_PASSES = 14
+"""Reads and writes of all weights when replicas meet: anchor, move, outer optimizer, weights."""
+LEAST_UNCERTAINTY = 0.03
+"""Run-to-run spread of a step on one machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Time:
+    """One optimizer step as predicted, on the rank that works longest."""
+
+    seconds: float
+    parts: Mapping[str, float]
+    """What -> seconds; they add up to `seconds`. Communication counts only where compute waits for it."""
+    uncertainty: float
+    """Fraction of `seconds`, either way."""
+    samples_per_second: float
+    """Over the whole world."""
+    tokens_per_second_per_device: float | None
+    """None where samples are not sequences."""
+    mfu: float
+    """Of the device's peak in the compute dtype, what the model's own arithmetic uses; recomputing does not count."""
+    basis: Mapping[str, str]
+    """compute, memory, communication -> "measured" or "catalogue"."""
+
+
+def predict_time(
+    shape: ModelShape,
+    plan: Plan,
+    cluster: Cluster,
+    calibration: Calibration,
+    *,
+    optimizer: OptimizerShape = ADAMW,
+    assumptions: Assumptions | None = None,
+) -> Time:
+    """Return the time of one optimizer step; `shape` is the model's form for this plan."""
+    return TimeModel(cluster, calibration, optimizer=optimizer, assumptions=assumptions).predict(shape, plan)
+
+
+class TimeModel:
+    """Predictions on one cluster; what plans have in common is worked out once."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        calibration: Calibration,
+        *,
+        optimizer: OptimizerShape = ADAMW,
+        assumptions: Assumptions | None = None,
+    ) -> None:
+        self.cluster = cluster
+        self.calibration = calibration
+        self.assumptions = assumptions or Assumptions()
+        self.wires = Wires(cluster, calibration)
+        self.optimizer = optimizer
+        self._compute: dict[str, ComputeModel] = {}
+
+    @property
+    def contention(self) -> float:
+        """Of its speed, what compute loses while communication runs."""
+        given = self.assumptions
+        return given.host_contention if self.cluster.device.kind == "cpu" else given.contention
+
+    def compute(self, dtype: str) -> ComputeModel:
+        """Return the costs of parts in one compute dtype."""
+        if dtype not in self._compute:
+            self._compute[dtype] = ComputeModel(self.calibration, dtype, self.assumptions)
+        return self._compute[dtype]
+
+    def stages(self, shape: ModelShape, plan: Plan) -> list[StageCost]:
+        """Return what a micro-batch costs on each stage."""
+        return self._costs(cut_stages(shape, plan), shape, plan)
+
+    def _costs(self, stages: Sequence[Stage], shape: ModelShape, plan: Plan) -> list[StageCost]:
+        known: dict[object, StageCost] = {}
+        for stage in stages:
+            if stage.likeness not in known:
+                known[stage.likeness] = stage_cost(stage, shape, plan, self.compute(shape.compute), self.wires)
+        return [known[stage.likeness] for stage in stages]
+
+    def predict(self, shape: ModelShape, plan: Plan) -> Time:
+        """Return the time of one optimizer step; `shape` is the model's form for this plan."""
+        stages = cut_stages(shape, plan)
+        costs, ranks = self._costs(stages, shape, plan), [stage.rank for stage in stages]
+        held = [[cost for cost, rank in zip(costs, ranks, strict=True) if rank == r] for r in range(plan.layout.pp)]
+        busiest = max(held, key=lambda mine: sum(cost.busy for cost in mine))
+        parts = _compute_parts(busiest, plan.accumulation)
+        if plan.layout.pp == 1:
+            self._add_passes(parts, costs[0], plan)
+        else:
+            hop = self.hop(shape, plan)
+            self._add_pipeline(parts, plan, costs=costs, ranks=ranks, busiest=busiest, hop=hop)
+        trained = max(sum(cost.trained for cost in mine) for mine in held)
+        parts |= self._after(trained, plan)
+        parts["input"] = shape.input.at(plan.micro_batch) * plan.accumulation / self.calibration.from_host.value
+        doubt = sum(cost.forward.doubt + cost.backward.doubt + cost.again.doubt for cost in busiest)
+        return self._time(shape, plan, parts, plan.accumulation * doubt)
+
+    def _add_passes(self, parts: dict[str, float], cost: StageCost, plan: Plan) -> None:
+        """Add what the passes of a step take beyond compute, without a pipeline."""
+        number, sync = plan.accumulation, plan.accumulation if plan.gradient_sync == "every" else 1
+        ahead = plan.communication.prefetch
+        forward = run_pass(forward_tasks(cost.units, prefetch=ahead, gathers=plan.zero >= 2))
+        quiet = run_pass(backward_tasks(cost.units, prefetch=ahead, gathers=plan.zero == 3, reduces=False))
+        summing = run_pass(backward_tasks(cost.units, prefetch=ahead, gathers=plan.zero == 3, reduces=True))
+        for times, run in ((number, forward), (number - sync, quiet), (sync, summing)):
+            self._add_pass(parts, run, times)
+        parts["memory"] -= number * cost.busy
+
+    def _add_pass(self, parts: dict[str, float], run: Pass, times: int) -> None:
+        """Add a pass that happens `times`, with all its compute in "memory": the caller takes off what is listed."""
+        sent = run.gathering + run.reducing
+        for name, share in (("gather", run.gathering), ("reduce", run.reducing)):
+            parts[name] += times * run.exposed * share / sent if sent else 0.0
+        parts["contention"] += times * self.contention * run.hidden
+        parts["memory"] += times * run.busy
+
+    def _add_pipeline(
+        self,
+        parts: dict[str, float],
+        plan: Plan,
+        *,
+        costs: Sequence[StageCost],
+        ranks: Sequence[int],
+        busiest: Sequence[StageCost],
+        hop: float,
+    ) -> None:
+        """Add what the passes of a step take beyond compute on the busiest rank of a pipeline."""
+        ahead, always, cut = plan.communication.prefetch, plan.zero == 3, plan.zero >= 2
+        runs: dict[int, tuple[Pass, Pass, Pass, Pass]] = {}
+        for cost in {id(cost): cost for cost in costs}.values():
+            # ZeRO-2 gathers for the first micro-batch and keeps weights until the last; sums come with the last.
+            runs[id(cost)] = (
+                run_pass(forward_tasks(cost.units, prefetch=ahead, gathers=always)),
+                run_pass(backward_tasks(cost.units, prefetch=ahead, gathers=always, reduces=False)),
+                run_pass(forward_tasks(cost.units, prefetch=ahead, gathers=cut)),
+                run_pass(backward_tasks(cost.units, prefetch=ahead, gathers=always, reduces=cut)),
+            )
+        slow = self.contention
+        span = pipeline_span(
+            plan,
+            [runs[id(cost)][0].seconds + slow * runs[id(cost)][0].hidden for cost in costs],
+            [runs[id(cost)][1].seconds + slow * runs[id(cost)][1].hidden for cost in costs],
+            ranks,
+            hop,
+        )
+        for cost in busiest:
+            for run in runs[id(cost)][:2]:
+                self._add_pass(parts, run, plan.accumulation)
+            parts["memory"] -= plan.accumulation * cost.busy
+        parts["bubble"] = max(0.0, span - sum(parts.values()))
+        for cost in busiest:
+            steady, back, first, last = runs[id(cost)]
+            parts["gather"] += first.seconds - steady.seconds
+            parts["reduce"] += last.seconds - back.seconds
+
+    def hop(self, shape: ModelShape, plan: Plan) -> float:
+        """Return seconds that activations travel between neighbouring stages."""
+        block = next(part for part in shape.parts if part.kind == "block")
+        size = block.output.at(plan.micro_batch, tp=plan.layout.tp, sequence_parallel=plan.sequence_parallel)
+        return self.wires.seconds("send", size, plan.layout, "pp")
+
+    def _after(self, trained: float, plan: Plan) -> dict[str, float]:
+        """Return what follows the last backward: sums that nothing hides, norm, optimizer, gathers of ZeRO-1."""
+        layout, calibration = plan.layout.folded, self.calibration
+        bandwidth = calibration.memory_bandwidth.value
+        width, held = ELEMENT_BYTES[plan.precision.reduce], ELEMENT_BYTES[plan.precision.optimizer]
+        mine = trained / layout.shard
+        parts = {"update": held * (trained if plan.zero < 2 else mine) / bandwidth}  # the norm reads every gradient
+        touched = held * (3 + 2 * self.optimizer.states) * mine
+        if plan.offload.optimizer == "cpu":
+            parts["update"] += touched / calibration.host_optimizer_bandwidth.value
+            if plan.offload.parameters != "cpu":
+                parts["update"] += held * mine * (1 / calibration.to_host.value + 1 / calibration.from_host.value)
+        else:
+            parts["update"] += touched / calibration.optimizer_bandwidth.value
+        # Around each bucket tensors are copied into it and back.
+        if plan.zero < 2 and layout.dp > 1 and layout.pp * layout.tp > 1:
+            parts["sum"] = self.wires.in_buckets("all_reduce", width * trained, layout, "replicate", "shard")
+            parts["sum"] += 4 * width * trained / bandwidth
+        if plan.zero == 1:
+            parts["collect"] = self.wires.in_buckets("all_gather", held * trained, layout, "shard")
+            parts["collect"] += 4 * held * trained / bandwidth
+        every = plan.communication.sync_every
+        if every > 1:
+            moved = held * (mine if plan.zero >= 2 else trained)
+            parts["meet"] = self.wires.in_buckets("all_reduce", moved, layout, "replicate") / every
+            parts["update"] += OUTER_PASSES * moved / bandwidth / every
+        return parts
+
+    def _time(self, shape: ModelShape, plan: Plan, parts: dict[str, float], doubt: float) -> Time:
+        seconds = sum(parts.values())
+        wire, origin = self.wires.figure(plan.layout)
+        waiting = sum(parts.get(name, 0.0) for name in WAITING) + parts["contention"]
+        update = parts["update"] * self.calibration.optimizer_bandwidth.uncertainty
+        world, samples, tokens = plan.layout.world_size, plan.batch_size / seconds, shape.tokens_per_sample
+        flops = plan.layout.cp * sum(part.count * training_flops(part) for part in shape.parts)
+        return Time(
+            seconds=seconds,
+            parts={name: value for name, value in parts.items() if value > 0},
+            uncertainty=max(LEAST_UNCERTAINTY, math.hypot(doubt, waiting * wire, update) / seconds),
+            samples_per_second=samples,
+            tokens_per_second_per_device=samples * tokens / world if tokens else None,
+            mfu=samples * flops / world / self.cluster.device.peak(shape.compute),
+            basis={
+                "compute": self.calibration.matmul(4096, 4096, 4096, shape.compute).origin,
+                "memory": self.calibration.memory_bandwidth.origin,
+                "communication": origin,
+            },
+        )
+
+
+def training_flops(part: Part) -> float:
+    """Return multiplications and additions per sample of forward and backward, nothing computed twice.
+
+    Those of model FLOPs utilization (PaLM, appendix B): backward is twice forward, of attention too, though a fused
+    kernel computes its scores again there. Frozen weights get no gradient.
+    """
+    products = sum((3.0 if item.trained else 2.0) * item.flops for item in part.work.matmuls)
+    return products + 3.0 * sum(item.flops for item in part.work.attentions)
+
+
+def _compute_parts(costs: Sequence[StageCost], micro_batches: int) -> dict[str, float]:
+    """Return seconds of a step by class on a rank that holds these stages; parts of communication begin at 0."""
+    parts = dict.fromkeys(
+        ("matmul", "attention", "memory", "launch", "recompute", "tensor", "context", "batch norm"), 0.0
+    )
+    for cost in costs:
+        for seconds in (cost.forward, cost.backward):
+            for name in ("matmul", "attention", "memory", "launch"):
+                parts[name] += micro_batches * getattr(seconds, name)
+        parts["recompute"] += micro_batches * cost.again.total
+        parts["tensor"] += micro_batches * cost.exchange.tensor
+        parts["context"] += micro_batches * cost.exchange.context
+        parts["batch norm"] += micro_batches * cost.exchange.batch_norm
+    return parts | dict.fromkeys(("gather", "reduce", "contention", "bubble"), 0.0)

@@ -1,0 +1,242 @@
+"""What planning must know of a model: its parts in order, each with weights, work, and what it holds in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping  # noqa: TC003 - read at run time, where a description comes from a file
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from shardwise.plans.plan import DType  # noqa: TC001 - read at run time, too
+
+Recompute = Literal["none", "selective", "full"]
+
+ELEMENT_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amount:
+    """Bytes that grow with the samples of a micro-batch, in terms that tensor parallelism cuts or leaves alone."""
+
+    fixed: float = 0.0
+    """Whatever the micro-batch."""
+    whole: float = 0.0
+    """Per sample, and all of it on every rank of a tensor-parallel group."""
+    stream: float = 0.0
+    """Per sample; whole, but cut along the sequence where the plan has sequence parallelism."""
+    cut: float = 0.0
+    """Per sample, cut over the tensor-parallel group."""
+
+    def at(self, samples: int, *, tp: int = 1, sequence_parallel: bool = False) -> float:
+        """Return the bytes on one rank."""
+        stream = self.stream / tp if sequence_parallel else self.stream
+        return self.fixed + samples * (self.whole + stream + self.cut / tp)
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(
+            fixed=self.fixed + other.fixed,
+            whole=self.whole + other.whole,
+            stream=self.stream + other.stream,
+            cut=self.cut + other.cut,
+        )
+
+    def __mul__(self, factor: float) -> Amount:
+        return Amount(
+            fixed=self.fixed * factor, whole=self.whole * factor, stream=self.stream * factor, cut=self.cut * factor
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """One parameter tensor."""
+
+    name: str
+    rows: int
+    """Its first dimension, along which ranks shard it; 1 for a scalar."""
+    numel: int
+    cut: bool = False
+    """Whether tensor parallelism cuts it."""
+    cast: bool = True
+    """Whether it is cast to the compute dtype for use; norms' weights, for one, are not."""
+    trained: bool = True
+    narrow: bool = False
+    """Whether it is held in the compute dtype, whatever the plan holds others in: frozen ones of a model in bf16."""
+    tied: bool = False
+    """Whether another part has it too (a head tied to the embedding): one tensor where both are on one rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matmul:
+    """A matrix product of a forward pass (a convolution counts as one): [rows, inner] x [inner, columns]."""
+
+    rows: int
+    """Per sample."""
+    inner: int
+    columns: int
+    cut: Literal["none", "inner", "columns"] = "none"
+    """Which dimension tensor parallelism cuts."""
+    count: int = 1
+    trained: bool = True
+    """Whether its weight gets a gradient; a frozen one costs backward a product less."""
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions per sample, forward; backward does twice as many, of frozen weights as many."""
+        return 2 * self.rows * self.inner * self.columns * self.count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Scaled dot products of one layer, in a fused kernel."""
+
+    heads: int
+    kv_heads: int
+    head_width: int
+    queries: int
+    """Tokens that ask, per sample."""
+    keys: int
+    """Tokens that are asked."""
+    causal: bool = True
+    count: int = 1
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions per sample, forward; backward does 2.5 times as many."""
+        share = 0.5 if self.causal else 1.0
+        return 4 * self.heads * self.head_width * self.queries * self.keys * share * self.count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a device does in one forward and backward pass of a part."""
+
+    matmuls: tuple[Matmul, ...] = ()
+    attentions: tuple[Attention, ...] = ()
+    moved: Amount = field(default_factory=Amount)
+    """Bytes that all other operators read and write, forward."""
+    moved_backward: Amount = field(default_factory=Amount)
+    kernels: int = 0
+    """Operators started, forward; each costs a launch."""
+    kernels_backward: int = 0
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions per sample of matrix products and attention, forward."""
+        return sum(item.flops for item in self.matmuls) + sum(item.flops for item in self.attentions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """One moment of a part's backward pass."""
+
+    held: Amount
+    """What the part holds then: what is left of its saved activations, temporaries, gradients of activations."""
+    gradients: float = 0.0
+    """Numbers (not bytes) of its weights' gradients made so far; tensor parallelism leaves 1/tp of them."""
+    on_gpu: bool = False
+    """Whether it is one of GPUs alone, whose libraries take a workspace then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What a part holds under one recompute policy, without its weights and whatever was there before it."""
+
+    saved: Amount
+    """After its forward pass: everything kept for backward, and its output."""
+    forward: Amount
+    """At the highest moment of its forward pass."""
+    forward_on_gpu: Amount
+    """The same where libraries take their workspaces from the device."""
+    backward: tuple[Moment, ...]
+    """The moments of its backward pass that can be the highest, each with all it holds then (`saved` included)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a model: what comes before the repeated blocks, one kind of block, or what comes after."""
+
+    name: str
+    kind: Literal["first", "block", "last"]
+    count: int = 1
+    """How many equal ones follow each other."""
+    weights: tuple[Weight, ...]
+    work: Work
+    footprints: Mapping[Recompute, Footprint]
+    """Parts outside the blocks are never recomputed: theirs are equal."""
+    output: Amount
+    """What it hands to the next part, and what a pipeline sends there."""
+    tp_exchanged: Amount = field(default_factory=Amount)
+    """Bytes of activations that tensor parallelism sums over its group in one forward pass; as many in backward."""
+    num_exchanges: int = 0
+    cp_exchanged: Amount = field(default_factory=Amount)
+    """Bytes of one rank's queries, keys, values and results that context parallelism exchanges in one forward pass."""
+    num_cp_exchanges: int = 0
+
+    @cached_property
+    def numel(self) -> int:
+        """Parameters of one of them."""
+        return sum(weight.numel for weight in self.weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """The last matrix product, whose logits a fused loss makes chunk by chunk, and what comes before it."""
+
+    words: int
+    width: int
+    rows: int
+    """Tokens per sample whose logits the loss reads."""
+    hidden_bytes: int
+    """Bytes of a number that the head is given."""
+    cut: bool = False
+    """Whether tensor parallelism cuts it by words."""
+    trained: bool = True
+    before: Footprint
+    """What the last part holds without head and loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A model as planning sees it, for one compute dtype and one length of samples."""
+
+    name: str
+    compute: DType
+    gathered: bool = False
+    """Whether weights are in the compute dtype when used, as sharding gathers them; else autocast casts fp32 ones."""
+    parts: tuple[Part, ...]
+    input: Amount = field(default_factory=Amount)
+    """The batch itself on the device."""
+    tokens_per_sample: int | None = None
+    """None where samples are not sequences."""
+    tp_degrees: tuple[int, ...] = (1,)
+    """Tensor-parallel degrees that cut it evenly."""
+    cp_degrees: tuple[int, ...] = (1,)
+    """Context-parallel degrees that cut its sequences and heads evenly, where it can run on slices at all."""
+    head: Head | None = None
+    """None where its loss cannot be fused."""
+    stages: bool = True
+    """Whether it can be split into pipeline stages at its blocks."""
+    ties_samples: bool = False
+    """Whether batch statistics tie samples together (batch norm)."""
+    source: str = "closed form"
+
+    @cached_property
+    def numel(self) -> int:
+        """Parameters of the whole model, tied ones once."""
+        return sum(weight.numel * part.count for part in self.parts for weight in part.weights if not weight.tied)
+
+    @cached_property
+    def heads(self) -> int:
+        """Attention heads that ranks may share: what all its attentions have in common; 0 without attention."""
+        return math.gcd(*(item.heads for part in self.parts for item in part.work.attentions))
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Blocks at which it can be cut."""
+        return sum(part.count for part in self.parts if part.kind == "block")
+
+    @cached_property
+    def flops_per_sample(self) -> float:
+        """Multiplications and additions of one forward pass of one sample; backward does about twice as many."""
+        return sum(part.work.flops * part.count for part in self.parts)

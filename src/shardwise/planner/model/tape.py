@@ -1,0 +1,387 @@
+"""A tape of operators without numbers: what autograd keeps, and what lives at every moment of forward and backward.
+
+It runs a model's forward pass on sizes alone, in pure Python. A storage counts from its making until nothing refers
+to it, so Python's references stand for torch's: a function that describes a module holds what the module's frame holds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from shardwise.planner.model.lora import adapted
+from shardwise.planner.model.shape import ELEMENT_BYTES, Amount, Attention, Footprint, Matmul, Moment, Part, Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from shardwise.planner.model.shape import Recompute, Weight
+    from shardwise.plans.plan import DType
+
+Item = TypeVar("Item", Matmul, Attention)
+
+NOTHING = Amount()
+WIDE = 4
+"""Bytes of a number in fp32, in which weights and their gradients are kept."""
+
+Gradients = dict[tuple[int, int], "Storage"]
+"""(node, slot) -> the gradient that waits for it."""
+
+
+class Storage:
+    """Bytes on the device, counted by their tape until the last reference to this is gone."""
+
+    __slots__ = ("_tape", "is_viewed", "size")
+
+    def __init__(self, tape: Tape, size: Amount, *, is_viewed: bool = False) -> None:
+        self._tape, self.size, self.is_viewed = tape, size, is_viewed
+        tape.live += size
+        tape.note()
+
+    def __del__(self) -> None:
+        self._tape.live += self.size * -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Value:
+    """A tensor: how many numbers of how many bytes, where they lie, and which output of which operator it is."""
+
+    elements: Amount
+    """Numbers, not bytes."""
+    width: int
+    """Bytes per number."""
+    storage: Storage | None
+    """None for what lives outside the part."""
+    node: Node | None = None
+    """None where no gradient is wanted."""
+    slot: int = 0
+
+    @property
+    def size(self) -> Amount:
+        """Bytes of the tensor, which for a view are fewer than those of its storage."""
+        return self.elements * self.width
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Node:
+    """One operator in the graph: what it keeps for backward, and what it makes there."""
+
+    inputs: tuple[Value, ...] = ()
+    """Those that want a gradient, without their storage."""
+    passes_on: frozenset[int] = frozenset()
+    """Which of them get the gradient that came in: the same bytes, or a view of them."""
+    saves: bool = False
+    saved: tuple[Storage, ...] | None = ()
+    """None: forgotten by recompute, to be made again."""
+    temporaries: Amount = NOTHING
+    numel: int = 0
+    """Of the weights whose gradient it makes."""
+    casts_weights: bool = False
+    """Whether that gradient comes in the compute dtype and is cast."""
+    moves: bool = False
+    """Whether its time is that of the bytes it moves: not so for views and matrix products."""
+    flattens: bool = False
+    """Whether its input's gradient is a view of a product of flattened rows: to such autograd adds nothing in place."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether backward comes here: not to what lives outside the part, nor to what has no gradient."""
+        return bool(self.inputs or self.numel)
+
+
+class _EnoughError(Exception):
+    """All that backward needs has been made again; torch ends a repeated forward pass in the same way."""
+
+
+@dataclass(slots=True, eq=False)
+class Tape:
+    """One run of a part's forward and backward pass on sizes."""
+
+    compute: DType
+    gathered: bool
+    """Whether weights are in the compute dtype when used; else autocast casts them."""
+    frozen: bool = False
+    """Whether the model's own weights get no gradients."""
+    rank: int = 0
+    """Of the adapters beside each matrix; 0: there are none."""
+    live: Amount = NOTHING
+    gradients: float = 0.0
+    """Numbers of weights' gradients made so far; one that waits to be cast counts by its bytes."""
+    moments: list[Moment] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    matmuls: list[Matmul] = field(default_factory=list)
+    attentions: list[Attention] = field(default_factory=list)
+    moved: list[Amount] = field(default_factory=lambda: [NOTHING, NOTHING])
+    """By operators that only move bytes, forward and backward."""
+    kernels: list[int] = field(default_factory=lambda: [0, 0])
+    recompute: Recompute = "none"
+    kept: list[Storage] = field(default_factory=list)
+    """Results of dear operators that selective recompute keeps, in order of making."""
+    saves_left: int | None = None
+    """While a forward pass is made again: how many operators are still to save something."""
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number in the compute dtype."""
+        return ELEMENT_BYTES[self.compute]
+
+    @property
+    def weight_width(self) -> int:
+        """Bytes of a number of a weight when an operator gets it, before autocast."""
+        return self.width if self.gathered else max(self.width, WIDE)
+
+    @property
+    def casts_weights(self) -> bool:
+        """Whether the weights of matrix products are cast for use, and their gradients back."""
+        return self.width < self.weight_width
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a forward pass is being made again."""
+        return self.saves_left is not None
+
+    @property
+    def work(self) -> Work:
+        """What was counted so far."""
+        return Work(
+            matmuls=_counted(self.matmuls),
+            attentions=_counted(self.attentions),
+            moved=self.moved[0],
+            moved_backward=self.moved[1],
+            kernels=self.kernels[0],
+            kernels_backward=self.kernels[1],
+        )
+
+    def note(self) -> None:
+        """Remember this moment."""
+        self.moments.append(Moment(held=self.live, gradients=self.gradients))
+
+    def outside(self, elements: Amount, width: int, *, wants_gradient: bool = True) -> Value:
+        """Return a tensor that lives outside the part, such as its input."""
+        node = self._add(Node()) if wants_gradient else None
+        return Value(elements=elements, width=width, storage=None, node=node)
+
+    def store(self, size: Amount, *, dear: bool = False) -> Storage:
+        """Take bytes; the result of a dear operator that recompute kept is taken from there."""
+        keeps = dear and self.recompute == "selective"
+        if keeps and self.repeats:
+            return self.kept.pop(0)
+        storage = Storage(self, size)
+        if keeps:
+            self.kept.append(storage)
+        return storage
+
+    def apply(
+        self,
+        inputs: Sequence[Value],
+        elements: Amount,
+        width: int,
+        *,
+        saved: Sequence[Storage | None] = (),
+        saves_result: bool = False,
+        place: Storage | None = None,
+        free: bool = False,
+        dear: bool = False,
+        **backward: object,
+    ) -> Value:
+        """Run one operator forward and return its result; `backward` are fields of its Node.
+
+        The result is new, or lies in `place`. An operator may be `free` (a view) or `dear` (recompute keeps it).
+        Where neither inputs nor weights want a gradient, neither does the result, and nothing is kept.
+        """
+        node = Node(
+            inputs=tuple(replace(value, storage=None) for value in inputs if value.node is not None),
+            moves=not (free or dear),
+            **backward,  # type: ignore[arg-type]
+        )
+        wanted = node.is_wanted
+        if wanted:
+            self._add(node)
+            node.saves = bool(saved) or saves_result
+            node.saved = tuple(item for item in saved if item is not None)
+        self._stop_if(node.saves and not saves_result)
+        storage = place or self.store(elements * width, dear=dear)
+        if saves_result and node.saved is not None and wanted:
+            node.saved += (storage,)
+        self._stop_if(wanted and saves_result)
+        if node.saves and self.recompute != "none" and not self.repeats:
+            node.saved = None
+        result = Value(elements=elements, width=width, storage=storage, node=node if wanted else None)
+        if not self.repeats and not free:
+            self._count(0, 1, (result.size, *(value.size for value in inputs)) if node.moves else ())
+            self._count_casts(0, node)
+        return result
+
+    def backward(self, output: Value, repeat: Callable[[], object]) -> None:
+        """Run backward from the gradient of `output`; `repeat` makes the forward pass again, if it was forgotten."""
+        nodes, self.nodes = self.nodes, []
+        gradients: Gradients = {(id(output.node), output.slot): Storage(self, output.size)}
+        for node in reversed(nodes):
+            if not node.is_wanted:
+                continue  # the part's input, whose gradient stays
+            incoming = [gradients.pop(key) for key in list(gradients) if key[0] == id(node)]
+            if not incoming:
+                continue
+            if node.saved is None:
+                self._make_again(nodes, repeat)
+            made = self._run(node, incoming)
+            for value in node.inputs:
+                self._accumulate(gradients, (id(value.node), value.slot), made.pop(0))
+
+    def _add(self, node: Node) -> Node:
+        self.nodes.append(node)
+        return node
+
+    def _stop_if(self, saved: bool) -> None:  # noqa: FBT001 - reads as a sentence
+        if saved and self.saves_left is not None:
+            self.saves_left -= 1
+            if self.saves_left == 0:
+                raise _EnoughError
+
+    def _make_again(self, nodes: list[Node], repeat: Callable[[], object]) -> None:
+        self.saves_left = sum(node.saves for node in nodes)
+        with suppress(_EnoughError):
+            repeat()
+        self.saves_left = None
+        self.kept.clear()
+        inner, made = ([node for node in each if node.is_wanted] for each in (nodes, self.nodes))
+        for node, again in zip(inner, made, strict=False):
+            node.saved = again.saved
+        self.nodes = []
+
+    def _run(self, node: Node, incoming: list[Storage]) -> list[Storage]:
+        """Run one operator backward: all it reads and makes is there at once, then what it read goes."""
+        temporaries = Storage(self, node.temporaries)
+        share = self.width / WIDE if node.casts_weights else 1.0
+        self.gradients += node.numel * share
+        first = incoming[0]
+        made = [
+            first if index in node.passes_on else Storage(self, value.size, is_viewed=node.flattens)
+            for index, value in enumerate(node.inputs)
+        ]
+        self.note()
+        read_and_made = [item.size for item in (*incoming, *(node.saved or ()), *made)]
+        kernels = sum(item is not first for item in made) + bool(node.numel)
+        self._count(1, kernels, read_and_made if node.moves else ())
+        self._count_casts(1, node)
+        node.saved = ()
+        incoming.clear()
+        del temporaries, first
+        if node.casts_weights:
+            self.gradients += node.numel
+            self.note()
+            self.gradients -= node.numel * share
+        return made
+
+    def _accumulate(self, gradients: Gradients, key: tuple[int, int], gradient: Storage) -> None:
+        """Add to what came before: in place, unless that is a view or somebody else still reads it."""
+        before = gradients.get(key)
+        if before is not None:
+            self._count(1, 1, (before.size, before.size, gradient.size))
+            shared = sum(other is before for other in gradients.values()) > 1
+            gradient = Storage(self, before.size) if shared or before.is_viewed else before
+        gradients[key] = gradient
+
+    def _count(self, phase: int, kernels: int, moved: Iterable[Amount]) -> None:
+        self.kernels[phase] += kernels
+        self.moved[phase] = sum(moved, self.moved[phase])
+
+    def _count_casts(self, phase: int, node: Node) -> None:
+        """Weights are read in fp32 and written in the compute dtype, their gradients the other way round."""
+        if node.casts_weights:
+            self.count_cast(phase, node.numel)
+
+    def count_cast(self, phase: int, numel: int) -> None:
+        """Count a cast of so many weights, forward (0) or of their gradients (1)."""
+        self._count(phase, 1, [Amount(fixed=numel * (WIDE + self.width))])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Describer:
+    """Describes parts of a model for one compute dtype."""
+
+    compute: DType
+    gathered: bool
+    lora: int = 0
+    """Rank of adapters on every matrix of the blocks, all else frozen; 0 trains all weights."""
+
+    def __call__(
+        self,
+        kind: Literal["first", "block", "last"],
+        name: str,
+        forward: Callable[[Tape, Value], Value],
+        given: Callable[[Tape], Value],
+        weights: Sequence[Weight],
+        *,
+        count: int = 1,
+        exchanged: Sequence[Amount] = (),
+    ) -> Part:
+        """Return a part: `given` makes its input on a tape, `forward` its output from it.
+
+        `exchanged` are the activations that tensor parallelism sums in its forward pass. Blocks alone are recomputed.
+        """
+        policies: tuple[Recompute, ...] = ("selective", "full", "none")
+        footprints: dict[Recompute, Footprint] = {}
+        for policy in policies if kind == "block" else policies[-1:]:
+            tape = self._tape(self.lora if kind == "block" else 0, policy)
+            footprints[policy], output = _run(tape, forward, given)
+        return Part(
+            name=name,
+            kind=kind,
+            count=count,
+            weights=adapted(weights, self.lora, adapts=kind == "block") if self.lora else tuple(weights),
+            work=tape.work,
+            footprints={policy: footprints.get(policy, footprints["none"]) for policy in policies},
+            output=output,
+            tp_exchanged=sum(exchanged, NOTHING),
+            num_exchanges=len(exchanged),
+        )
+
+    def footprint(self, forward: Callable[[Tape, Value], Value], given: Callable[[Tape], Value]) -> Footprint:
+        """Return what operators outside the blocks hold."""
+        return _run(self._tape(0, "none"), forward, given)[0]
+
+    def _tape(self, rank: int, policy: Recompute) -> Tape:
+        return Tape(self.compute, self.gathered, frozen=self.lora > 0, rank=rank, recompute=policy)
+
+
+def _run(
+    tape: Tape, forward: Callable[[Tape, Value], Value], given: Callable[[Tape], Value]
+) -> tuple[Footprint, Amount]:
+    """Run a part forward and backward; returns what it held, and the bytes it handed on."""
+    x = given(tape)
+    output = forward(tape, x)
+    saved, highest = tape.live, max(tape.moments, key=lambda moment: moment.held.at(1)).held
+    tape.moments = []
+    output = replace(output, storage=None)  # whoever read it has run backward before
+    tape.backward(output, partial(forward, tape, x))
+    backward = _undominated(tape.moments)
+    return Footprint(saved=saved, forward=highest, forward_on_gpu=highest, backward=backward), output.size
+
+
+def _counted(items: list[Item]) -> tuple[Item, ...]:
+    """Merge equal ones."""
+    return tuple(replace(item, count=number * item.count) for item, number in Counter(items).items())
+
+
+def _undominated(moments: list[Moment]) -> tuple[Moment, ...]:
+    """Keep the moments that no other exceeds in everything."""
+    left: list[Moment] = []
+    for moment in moments:
+        if not any(_exceeds(other, moment) for other in left):
+            left = [other for other in left if not _exceeds(moment, other)]
+            left.append(moment)
+    return tuple(left)
+
+
+def _exceeds(one: Moment, other: Moment) -> bool:
+    return (
+        one.gradients >= other.gradients
+        and one.held.fixed >= other.held.fixed
+        and one.held.whole >= other.held.whole
+        and one.held.stream >= other.held.stream
+        and one.held.cut >= other.held.cut
+    )

@@ -1,0 +1,281 @@
+"""Why this plan: reasons in words with numbers, the way through the decision tree, and what to change to fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardwise.hardware.machine import Cluster
+from shardwise.planner.search.choices import LEAST_TOKENS, divisors, slices
+from shardwise.planner.search.search import FILL, HOST_FILL, Candidate, Rejected, anything_fits
+
+if TYPE_CHECKING:
+    from shardwise.planner.cost.memory import Memory
+    from shardwise.planner.model.shape import ModelShape
+    from shardwise.planner.search.search import Answer, Question
+    from shardwise.plans.plan import Plan
+
+GB = 1e9
+LONG = ("activations", "logits and loss")
+"""What grows with the length of samples."""
+LARGEST = 65_536
+"""Devices up to which a cluster is looked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fork:
+    """One question of the decision tree, its answer, and the numbers behind it."""
+
+    question: str
+    answer: str
+    because: str
+
+
+def in_gb(num_bytes: float) -> str:
+    """Return bytes as GB (10^9), three digits or more."""
+    size = num_bytes / GB
+    return f"{size:,.0f} GB" if size >= 1000 else f"{size:.3g} GB"
+
+
+def in_numbers(number: float) -> str:
+    """Return a large number in words, three digits."""
+    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
+        if number >= size:
+            return f"{number / size:.3g} {word}"
+    return f"{number:.3g}"
+
+
+def in_seconds(seconds: float) -> str:
+    """Return seconds, or milliseconds below one, in three digits."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def room_in_words(question: Question) -> str:
+    """Return what a device has, and what of it may be used."""
+    device = question.cluster.device
+    return f"{device.name} has {in_gb(device.memory_bytes)}, of which {FILL:.0%} may be used"
+
+
+def over_the_limit(memory: Memory, question: Question) -> str:
+    """Return what a plan needs beside what it may use of a device, and how that limit comes to be."""
+    device = question.cluster.device
+    return (
+        f"needs {in_gb(memory.total)}, a plan may use {in_gb(question.room)}"
+        f" ({FILL:.0%} of the device's {in_gb(device.memory_bytes)})"
+    )
+
+
+def over_the_host_limit(memory: Memory, question: Question) -> str:
+    """Return the same of a device's share of its node's host memory."""
+    node = question.cluster.node
+    return (
+        f"needs {in_gb(memory.host)} of host memory for each device, a plan may use {in_gb(question.host_room)}"
+        f" ({HOST_FILL:.0%} of a device's share of the node's {in_gb(node.host_memory_bytes)})"
+    )
+
+
+def reason(answer: Answer, family: str) -> str:
+    """Return one sentence: why a family was not chosen, or that it was."""
+    entry, best = answer.families[family], answer.best
+    if isinstance(entry, Rejected):
+        return _rejection(answer, entry)
+    if best is not None and entry.plan == best.plan:
+        return "chosen"
+    change = entry.time.seconds / best.time.seconds - 1 if best is not None else 0.0
+    if best is None or change < 0.005:
+        return f"{max(0.0, -change):.0%} quicker, less than the model can tell, and more involved"
+    return f"{change:.0%} slower: {_difference(entry, best)}"
+
+
+def _difference(entry: Candidate, best: Candidate) -> str:
+    """Name the part of the step that costs a candidate most beside the chosen plan."""
+    names = {*entry.time.parts, *best.time.parts}
+    per_part = {name: entry.time.parts.get(name, 0.0) - best.time.parts.get(name, 0.0) for name in names}
+    worst = max(sorted(per_part), key=lambda name: per_part[name])
+    return f"{worst} takes {in_seconds(entry.time.parts.get(worst, 0.0))} of its step"
+
+
+def _rejection(answer: Answer, entry: Rejected) -> str:
+    question, best = answer.question, answer.best
+    if entry.reason == "not needed" and best is not None:
+        return f"not needed: {best.family} fits without it, in {in_gb(best.memory.total)}"
+    if entry.reason == "impossible" or entry.memory is None or entry.plan is None:
+        return entry.detail or _impossible(entry.family, question)
+    if entry.reason == "host memory":
+        return over_the_host_limit(entry.memory, question)
+    needs = over_the_limit(entry.memory, question)
+    ways = savings(entry.plan, entry.memory, question)
+    return f"{needs}: {' or '.join(ways[:2]) or 'use more devices'}"
+
+
+def _impossible(family: str, question: Question) -> str:
+    """Say what stands in a family's way before memory does."""
+    shape, world = question.model.plain, question.cluster.num_devices
+    if world == 1:
+        return "one device has no other to share with"
+    if family in {"hsdp", "3d"} and world < 4:
+        return f"{world} devices are too few to cut two ways"
+    if family == "cp" and not _cp_degrees(question):
+        return _unsliced(shape)
+    if family in {"tp", "3d"} and not _tensor_degrees(question):
+        known = ", ".join(str(degree) for degree in shape.tp_degrees if degree > 1)
+        return f"it is cut evenly by {known} only" if known else "its matrices are not known to be cut evenly"
+    if family in {"pp", "3d"} and (not shape.stages or shape.num_blocks < 2):
+        return "it has no list of blocks to split into stages, or uses on one side of it what it registers on the other"
+    return _uneven(question)
+
+
+def _tensor_degrees(question: Question) -> list[int]:
+    inside = question.cluster.devices_per_node
+    return [degree for degree in question.model.plain.tp_degrees if degree > 1 and inside % degree == 0]
+
+
+def _cp_degrees(question: Question, tp: int = 1) -> list[int]:
+    """Return the degrees by which sequences may be cut beside so many cuts of matrices, which share the heads."""
+    shape, devices = question.model.plain, question.cluster.num_devices // tp
+    return [cp for cp in slices(shape) if devices % cp == 0 and shape.heads % (cp * tp) == 0]
+
+
+def _unsliced(shape: ModelShape) -> str:
+    """Say why the tokens of a sample are not shared by ranks."""
+    tokens = shape.tokens_per_sample
+    if max(shape.cp_degrees) == 1 or tokens is None:
+        return "it is not known to run on slices of its sequences"
+    if tokens < 2 * LEAST_TOKENS:
+        return f"samples of {tokens} tokens are too short to cut: a slice keeps {LEAST_TOKENS}"
+    known = ", ".join(str(degree) for degree in shape.cp_degrees if degree > 1)
+    return f"its heads and tokens are cut evenly by {known} only"
+
+
+def _uneven(question: Question) -> str:
+    if question.batch_size < question.cluster.num_devices:
+        return f"a batch of {question.batch_size} has fewer samples than there are devices"
+    return f"no cut of {question.cluster.num_devices} devices divides a batch of {question.batch_size}"
+
+
+class _Way(NamedTuple):
+    """One way to lower a peak: whether it is open, what it lowers by what share, and its name."""
+
+    is_open: bool
+    lowers: tuple[str, ...]
+    share: float
+    words: str
+
+
+def savings(plan: Plan, memory: Memory, question: Question) -> list[str]:
+    """Return what would lower the peak of a plan, in words with bytes, the most first."""
+    found = [
+        (way.share * sum(memory.at_peak.get(name, 0.0) for name in way.lowers), way) for way in _ways(plan, question)
+    ]
+    worth = [(saved, way.words) for saved, way in found if way.is_open and saved > 0.05 * memory.total]
+    if not worth and question.model.plain.tokens_per_sample:
+        saved = 0.5 * sum(memory.at_peak.get(name, 0.0) for name in LONG)
+        worth = [(saved, "halve the length")] if saved > 0.05 * memory.total else []
+    return [f"{words} (-{in_gb(saved)})" for saved, words in sorted(worth, key=lambda way: -way[0])]
+
+
+def _ways(plan: Plan, question: Question) -> list[_Way]:
+    """Return what a plan could do to need less."""
+    shape, apart = question.model.plain, 1 - 1 / plan.layout.folded.dp
+    whole, states, waits = 1 - 1 / max(1, shape.num_blocks), ("optimizer states",), plan.gradient_sync == "last"
+    cp = max(_cp_degrees(question, plan.layout.tp), default=1)
+    return [
+        _Way(plan.zero < 1, states, apart, "shard optimizer states"),
+        _Way(plan.zero < 2, ("gradients",), apart, "shard gradients"),
+        _Way(plan.zero < 3, ("parameters",), apart, "shard parameters"),
+        _Way(plan.zero == 2, ("gathered",), whole, "free parameters after each use"),
+        _Way(
+            plan.zero >= 2 and plan.accumulation > 1 and waits,
+            ("gradients",),
+            apart,
+            "sum gradients after every micro-batch",
+        ),
+        _Way(plan.zero > 0 and plan.offload.optimizer == "none", states, 1.0, "offload optimizer states"),
+        _Way(plan.recompute != "full", ("activations",), 0.7, "recompute blocks in backward"),
+        _Way(plan.micro_batch > 1, ("activations",), 1 - 1 / plan.micro_batch, "use micro-batches of 1"),
+        _Way(shape.head is not None and not plan.fused_loss, LONG[1:], 0.6, "fuse the loss with the head"),
+        _Way(plan.layout.cp == plan.layout.pp == 1, LONG, 1 - 1 / cp, f"cut sequences by cp {cp}"),
+    ]
+
+
+def decision_path(answer: Answer) -> list[Fork]:
+    """Return the way through the guide's tree, and what the numbers say at its end."""
+    question, best, whole = answer.question, answer.best, answer.families["ddp"]
+    device = question.cluster.device
+    fits = isinstance(whole, Candidate)
+    memory = whole.memory
+    if memory is None:
+        because = "the batch cannot be shared by all devices"
+    else:
+        because = f"everything whole takes {in_gb(memory.total)} of {in_gb(device.memory_bytes)}"
+    path = [Fork(question="Does the model fit in GPU memory?", answer="yes" if fits else "no", because=because)]
+    advised = "ddp"
+    if not fits:
+        transformer = any(part.work.attentions for part in question.model.plain.parts)
+        path.append(
+            Fork(
+                question="Is it a transformer?",
+                answer="yes" if transformer else "no",
+                because="it has attention" if transformer else "it has no attention",
+            )
+        )
+        advised = "fsdp or zero3" if transformer else "pipeline or tensor parallel"
+    path.append(Fork(question="The tree says", answer=advised, because="the simplest that usually fits"))
+    if best is not None:
+        path += _slicing(answer, best)
+        path.append(Fork(question="The numbers say", answer=best.family, because=_verdict(answer, best)))
+    return path
+
+
+def _slicing(answer: Answer, best: Candidate) -> list[Fork]:
+    """Say why the tokens of a sample are cut, where they are."""
+    question, cp, tokens = answer.question, best.plan.layout.cp, answer.question.model.plain.tokens_per_sample
+    if cp == 1 or tokens is None:
+        return []
+    whole, devices = answer.families["zero3"].memory, question.cluster.num_devices
+    if whole is not None and whole.total > question.room:
+        because = f"whole ones take {in_gb(whole.total)} under zero3, slices {in_gb(best.memory.total)}"
+    elif question.batch_size < devices:
+        because = f"{question.batch_size} samples keep {devices} devices busy only if they share them"
+    else:
+        because = "slices leave room for less recompute"
+    return [Fork(question="Are samples cut?", answer=f"into {cp} slices of {tokens // cp} tokens", because=because)]
+
+
+def _verdict(answer: Answer, best: Candidate) -> str:
+    """Say what the chosen plan is beside the quickest other one, and beside ddp where that fits."""
+    others = [entry for entry in answer.families.values() if isinstance(entry, Candidate) and entry.plan != best.plan]
+    if not others:
+        return "there is nothing to share" if best.plan.layout.world_size == 1 else "nothing else can be used"
+    near = min(others, key=lambda entry: entry.time.seconds)
+    change = near.time.seconds / best.time.seconds - 1
+    words = f"{change:.0%} quicker than the next family, {near.family}"
+    if 0 <= change < 0.005:
+        words = f"as quick as {near.family}"
+    if change < 0:
+        words = f"{near.family} would be {-change:.1%} quicker, less than the model can tell, and is more involved"
+    whole = answer.families["ddp"]
+    if isinstance(whole, Candidate) and whole.plan not in (best.plan, near.plan):
+        words += f"; ddp is {whole.time.seconds / best.time.seconds - 1:.0%} slower"
+    return words
+
+
+def smallest_cluster(question: Question, batch_size: int | None = None) -> tuple[Cluster, str] | None:
+    """Return the fewest devices of this kind that hold the model, None when no number up to LARGEST does.
+
+    `batch_size` None lets the batch grow with the devices, where it is not the user's.
+    """
+    node = question.cluster.node
+    inside = divisors(node.num_devices)
+    nodes = [factor << power for power in range(20) for factor in (2, 3)]
+    sizes = inside + sorted({count * node.num_devices for count in nodes if count * node.num_devices <= LARGEST})
+    for size in sizes:
+        if size <= question.cluster.num_devices:
+            continue
+        batch = batch_size or -(-question.batch_size // size) * size
+        wider = dataclasses.replace(question, cluster=Cluster(node=node, num_devices=size), batch_size=batch)
+        family = anything_fits(wider)
+        if family is not None:
+            return wider.cluster, family
+    return None

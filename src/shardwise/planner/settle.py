@@ -1,0 +1,189 @@
+"""Settling a plan: the one place where "auto" is resolved, each value with its source."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardwise.errors import PlanError, nearest
+from shardwise.job.engine import engine_of
+from shardwise.job.overrides import literal, replace_at
+from shardwise.plans.batch import fill_pipeline, split_batch
+from shardwise.plans.plan import Plan, Precision
+from shardwise.plans.presets import preset_degrees
+from shardwise.plans.toml import read_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardwise.job import Job
+    from shardwise.job.engine import MadeFor
+    from shardwise.planner.model.forms import Model
+    from shardwise.plans.plan import DType
+
+Chooser = Callable[[int], tuple[Plan | None, str]]
+"""From the number of ranks to the best plan, or None, and why."""
+
+BATCH_KEYS = ("micro_batch", "accumulation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What settling must know of the device: its kind, whether it computes in bf16, and whether MLX runs it."""
+
+    kind: Literal["cpu", "cuda"] = "cpu"
+    has_bf16: bool = False
+    name: str = "CPU"
+    engine: MadeFor = "torch"
+    """What the job's model is made for."""
+
+
+MLX = Device(name="MLX", engine="mlx")
+"""What MLX computes on, its GPU on Apple silicon; torch keeps count on the CPU."""
+
+
+def settle(
+    spec: str,
+    *,
+    batch_size: int,
+    world_size: int,
+    device: Device,
+    overrides: Mapping[str, str] | None = None,
+    choose: Chooser | None = None,
+) -> Plan:
+    """Resolve "auto", a preset, a product or a .toml path into a Plan for this batch, world and device.
+
+    On GPUs "auto" is what `choose` finds; elsewhere, and where it finds nothing, it is ddp.
+    """
+    overrides = dict(overrides or {})
+    plan, searched = _named(spec, world_size, device, choose)
+    plan = _apply_overrides(plan, {key: value for key, value in overrides.items() if key not in BATCH_KEYS})
+    plan = with_engine(plan, device.engine)
+    if plan.layout.world_size != world_size:
+        raise PlanError(
+            f"plan {plan.layout} is for {plan.layout.world_size} ranks, the world has {world_size}",
+            code="plan.world-size-mismatch",
+            fix=f"use --nproc {plan.layout.world_size}, or a preset",
+        )
+    batch_overrides = {key: overrides[key] for key in BATCH_KEYS if key in overrides}
+    return _settle_batch(plan, batch_size, batch_overrides, fixed=searched or spec.endswith(".toml"))
+
+
+def with_engine(plan: Plan, made_for: MadeFor) -> Plan:
+    """Return a plan with the engine that the job's model is made for, unless someone has said which to take."""
+    if made_for == "torch" or plan.engine != "torch" or "engine" in plan.sources:
+        return plan
+    return dataclasses.replace(
+        plan, engine=made_for, sources={**plan.sources, "engine": "auto: the model is an mlx.nn.Module"}
+    )
+
+
+def with_engine_of(plan: Plan, job: Job) -> Plan:
+    """Return a plan with the engine of the job's model, which is looked at where nobody has said, and only once."""
+    if plan.engine != "torch" or "engine" in plan.sources:
+        return plan
+    found = with_engine(plan, engine_of(job))
+    return dataclasses.replace(found, sources={"engine": "auto: the model is no mlx.nn.Module", **found.sources})
+
+
+def searching(job: Job, describe: Callable[[Job, DType], Model], accepts: Callable[[Plan], None]) -> Chooser:
+    """Return a chooser that searches plans of a job on this machine.
+
+    `describe` tells of the job's model, `accepts` raises for what cannot be applied.
+    """
+
+    def choose(world_size: int) -> tuple[Plan | None, str]:
+        from shardwise.planner.search.auto import search_plan  # only "auto" on GPUs pays for it
+
+        return search_plan(job, world_size, describe, accepts)
+
+    return choose
+
+
+def _named(spec: str, world_size: int, device: Device, choose: Chooser | None) -> tuple[Plan, bool]:
+    """Return the plan that a word names, and whether it was searched."""
+    if spec.endswith(".toml"):
+        return read_plan(Path(spec)), False
+    if spec != "auto":
+        return _preset(spec, f"preset {spec}", world_size, device), False
+    if device.engine == "mlx":
+        return _preset("ddp", "auto: MLX trains replicas", world_size, device), False
+    if device.kind == "cpu" or choose is None:
+        return _preset("ddp", "auto: the simplest, on a CPU", world_size, device), False
+    plan, why = choose(world_size)
+    if plan is not None:
+        return plan, True
+    return _preset("ddp", f"auto: ddp, since a plan {why}", world_size, device), False
+
+
+def _preset(name: str, source: str, world_size: int, device: Device) -> Plan:
+    layout, zero = preset_degrees(name, world_size)
+    precision, reason = choose_precision(device)
+    return Plan(
+        layout=layout,
+        zero=zero,
+        precision=precision,
+        sources={"layout": source, "zero": source, "precision": reason},
+    )
+
+
+def choose_precision(device: Device) -> tuple[Precision, str]:
+    """Return the dtypes for a device, and why: bf16 where it has it, fp16 with scaling else, fp32 on CPU."""
+    compute: DType
+    if device.kind == "cpu":
+        compute, reason = "fp32", f"auto: {device.name} computes in fp32"
+    elif device.has_bf16:
+        compute, reason = "bf16", f"auto: {device.name} has bf16"
+    else:
+        compute, reason = "fp16", f"auto: {device.name} lacks bf16, so fp16 with loss scaling"
+    return Precision(compute=compute), reason
+
+
+def _apply_overrides(plan: Plan, overrides: Mapping[str, str]) -> Plan:
+    for key, text in overrides.items():
+        name = key.partition(".")[0]
+        fields = {field.name for field in dataclasses.fields(Plan)} - {"sources", "version"}
+        if name not in fields:
+            raise PlanError(
+                f"--set {key}: there is no key {name!r}", code="cli.set-unknown-key", fix=nearest(name, fields)
+            )
+        if key == "layout":
+            raise PlanError(
+                "--set layout is not how a layout is chosen", code="cli.set-layout", fix=f"use --plan {text}"
+            )
+        plan = replace_at(plan, key, _value(key, text))
+        section = {name: f"{plan.sources[name]}, {key} by --set"} if name != key and name in plan.sources else {}
+        plan = dataclasses.replace(plan, sources={**plan.sources, **section, key: "--set"})
+    return plan
+
+
+def _value(key: str, text: str) -> Any:
+    """`none` is a choice of most plan fields, not None."""
+    return Precision(compute=text) if key == "precision" else "none" if text == "none" else literal(text)  # type: ignore[arg-type]
+
+
+def _settle_batch(plan: Plan, batch_size: int, overrides: Mapping[str, str], *, fixed: bool) -> Plan:
+    """Work out micro-batch and accumulation: from the command line first, then a plan file, then 1 accumulation."""
+    asked = {key: literal(text) for key, text in overrides.items()}
+    for key, value in asked.items():
+        if not isinstance(value, int) or value < 1:
+            raise PlanError(
+                f"--set {key}={value}", code="plan.not-whole-number", fix="give a whole number of at least 1"
+            )
+    if fixed and not asked:
+        split_batch(batch_size, dp=plan.layout.dp, micro_batch=plan.micro_batch, accumulation=plan.accumulation)
+        return plan
+    if not asked:
+        asked = {"accumulation": fill_pipeline(batch_size, plan.layout)}
+    split = split_batch(batch_size, dp=plan.layout.dp, **asked)
+    derived = f"derived: batch_size {batch_size} over {plan.layout.dp} readers"
+    sources = {key: "--set" if key in overrides else derived for key in BATCH_KEYS}
+    return dataclasses.replace(
+        plan,
+        micro_batch=split.micro_batch,
+        accumulation=split.accumulation,
+        sources={**plan.sources, **sources},
+    )

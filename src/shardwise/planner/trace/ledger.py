@@ -1,0 +1,296 @@
+"""A ledger of one pass on meta tensors: what lives after each operator, and what work each operator is."""
+
+# ruff: noqa: SLF001 - the identity of storages and the numbers of autograd nodes are private in torch
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from shardwise.planner.model.shape import Attention, Matmul
+from shardwise.planner.trace.workspace import workspace_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor
+
+Tag = Literal["whole", "stream", "cut", "weight", "cut weight", "gradient"]
+"""How a storage counts: activations by what tensor parallelism does to them; the others are counted elsewhere."""
+
+_HELD = {"whole": 0, "stream": 1, "cut": 2}
+_WEIGHTS = {"weight", "cut weight"}
+_MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+_ATTENTIONS = (
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The state after one change."""
+
+    segment: int
+    backward: bool
+    held: tuple[float, float, float]
+    """Bytes of activations that are whole, of the stream, and cut."""
+    gradients: int
+    """Numbers in the gradients of weights made so far."""
+    on_gpu: bool = False
+    """Whether a workspace is in it that only a GPU's library takes."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Work of one segment."""
+
+    matmuls: list[Matmul] = field(default_factory=list)
+    attentions: list[Attention] = field(default_factory=list)
+    moved: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    moved_backward: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    kernels: int = 0
+    kernels_backward: int = 0
+
+
+class Ledger(TorchDispatchMode):
+    """Writes down every change of what lives, by segment: a stretch of the forward pass and its backward pass."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.samples = samples
+        self.entries: list[Entry] = []
+        self.tallies: list[Tally] = [Tally()]
+        self._tags: dict[int, Tag] = {}
+        self._sizes: dict[int, int] = {}
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._frozen: set[int] = set()
+        """Storages of weights that get no gradient, and of their casts."""
+        self._held = [0.0, 0.0, 0.0]
+        self._gradients = 0
+        self._turned = False
+        self._starts = [0]
+        """Number of the first autograd node of each segment."""
+
+    def begin_segment(self) -> int:
+        """Begin the next segment of the forward pass; returns its index."""
+        self.note()  # without what has died since the segment's last operator
+        self._starts.append(torch._C._autograd._get_sequence_nr())
+        self.tallies.append(Tally())
+        self.note()
+        return len(self._starts) - 1
+
+    def turn_back(self) -> None:
+        """Say that forward is done."""
+        self.note()
+        self._turned = True
+
+    def tag(self, tensor: Tensor, tag: Tag) -> None:
+        """Count a tensor as this from now on."""
+        storage = tensor.untyped_storage()
+        self._count(storage._cdata, -1)
+        self._tags[storage._cdata] = tag
+        self._watch(storage)
+        self._count(storage._cdata, +1)
+
+    def tag_weight(self, weight: Tensor, *, cut: bool) -> None:
+        """Count a tensor as a weight, which tensor parallelism cuts or not."""
+        self.tag(weight, "cut weight" if cut else "weight")
+        if not weight.requires_grad:
+            self._frozen.add(weight.untyped_storage()._cdata)
+
+    def gradient_made(self, weight: Tensor) -> None:
+        """Count what is now a weight's gradient among the gradients."""
+        if weight.grad is not None:
+            self._gradients += weight.numel()
+            self.tag(weight.grad, "gradient")
+            self.note()
+
+    def held(self) -> tuple[float, float, float]:
+        """Return what lives now."""
+        return (self._held[0], self._held[1], self._held[2])
+
+    def note(self) -> None:
+        """Write down what lives now."""
+        segment, backward = self._place()
+        self.entries.append(Entry(segment, backward, self.held(), self._gradients))
+
+    def _note_workspace(self, num_bytes: float, tag: Tag) -> None:
+        """Write down what lives while an operator has its workspace."""
+        if num_bytes and tag in _HELD:
+            segment, backward = self._place()
+            held = list(self.held())
+            held[_HELD[tag]] += num_bytes
+            self.entries.append(Entry(segment, backward, (held[0], held[1], held[2]), self._gradients, on_gpu=True))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator, and write down what it made."""
+        name = func._schema.name
+        args, kwargs = _on_one_device(args, _with_real_places(name, args, kwargs or {}))
+        result = func(*args, **kwargs)
+        read, made = list(_tensors((args, tuple(kwargs.values())))), list(_tensors(result))
+        tag = self._tag_of(name, read)
+        new = [tensor for tensor in made if tensor.untyped_storage()._cdata not in self._sizes]
+        for tensor in new:
+            self._tags[tensor.untyped_storage()._cdata] = tag
+            self._watch(tensor.untyped_storage())
+            self._count(tensor.untyped_storage()._cdata, +1)
+            if tag in _WEIGHTS and self._is_frozen(read):
+                self._frozen.add(tensor.untyped_storage()._cdata)
+        if new:
+            self.note()
+            self._note_workspace(workspace_bytes(name, args), tag)
+        if new or name.endswith("_"):
+            self._add_work(_Call(func, args, kwargs), read, made, tag)
+        return result
+
+    def _tag_of(self, name: str, read: Iterable[Tensor]) -> Tag:
+        """How tensor parallelism treats what an operator makes, from what it reads.
+
+        A matrix that is cut makes cut activations of whole ones and whole ones of cut ones, forward and backward.
+        """
+        tags = {self._tags.get(tensor.untyped_storage()._cdata, "stream") for tensor in read}
+        if tags and tags <= _WEIGHTS:
+            return "cut weight" if "cut weight" in tags else "weight"
+        activations = tags - _WEIGHTS - {"gradient"}
+        if "cut weight" in tags:
+            if name == "aten::embedding":
+                return "stream"
+            return "stream" if "cut" in activations else "cut"
+        return "cut" if "cut" in activations else "whole" if "whole" in activations else "stream"
+
+    def _add_work(self, call: _Call, read: list[Tensor], made: list[Tensor], tag: Tag) -> None:
+        name = call.func._schema.name
+        segment, backward = self._place()
+        tally = self.tallies[segment]
+        if name in _MATMULS and not backward:
+            tally.matmuls.append(self._matmul(read[-2:], made[0], tag))
+            return
+        if name == "aten::convolution" and not backward:
+            weight, out = read[1], made[0]
+            rows, inner = out.numel() // out.shape[1] // self.samples, weight.numel() // weight.shape[0]
+            trained = not self._is_frozen([weight])
+            tally.matmuls.append(Matmul(rows=rows, inner=inner, columns=weight.shape[0], trained=trained))
+            return
+        if name in _ATTENTIONS and not backward:
+            tally.attentions.append(_attention(call, self.samples))
+            return
+        if backward and (name in _MATMULS or "convolution" in name or "scaled_dot_product" in name):
+            return
+        amounts = tally.moved_backward if backward else tally.moved
+        for tensor in (*read, *made):
+            if not tensor.is_meta:
+                continue
+            own = self._tags.get(tensor.untyped_storage()._cdata, "stream")
+            amounts[_HELD.get(own, 0)] += tensor.numel() * tensor.element_size()
+        if backward:
+            tally.kernels_backward += 1
+        else:
+            tally.kernels += 1
+
+    def _matmul(self, operands: list[Tensor], out: Tensor, tag: Tag) -> Matmul:
+        left = operands[0]
+        count = left.shape[0] if left.ndim == 3 else 1
+        rows = left.shape[-2]
+        cut_weight = any(self._tags.get(item.untyped_storage()._cdata) == "cut weight" for item in operands)
+        cut: Literal["none", "inner", "columns"] = "none"
+        if cut_weight:
+            cut = "columns" if tag == "cut" else "inner"
+        elif tag == "cut" and count > 1:
+            cut = "columns"
+        each = max(1, count // self.samples) if count > 1 else 1
+        rows = rows if count > 1 else max(1, rows // self.samples)
+        trained = not self._is_frozen(operands)
+        return Matmul(rows=rows, inner=left.shape[-1], columns=out.shape[-1], cut=cut, count=each, trained=trained)
+
+    def _is_frozen(self, read: Iterable[Tensor]) -> bool:
+        """Whether a weight that gets no gradient is among them."""
+        return any(tensor.untyped_storage()._cdata in self._frozen for tensor in read)
+
+    def _place(self) -> tuple[int, bool]:
+        """Return the segment at work, and whether it runs backward."""
+        if torch._C._current_graph_task_id() == -1:
+            return len(self._starts) - 1, self._turned
+        node = torch._C._current_autograd_node()
+        number = node._sequence_nr() if node is not None else 0
+        # Nodes that sum gradients up have no number of their own: they belong to whoever is at work.
+        if node is None or number > 1 << 60:
+            return self.entries[-1].segment, True
+        return max(0, bisect_right(self._starts, number) - 1), True
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._refs[key] = weakref.ref(storage, partial(self._died, key))
+            self._sizes[key] = storage.nbytes()
+
+    def _died(self, key: int, _: object) -> None:
+        held = _HELD.get(self._tags.get(key, "")) is not None
+        self._count(key, -1)
+        del self._sizes[key], self._tags[key], self._refs[key]
+        self._frozen.discard(key)
+        if held and self._turned:
+            self.note()
+
+    def _count(self, key: int, sign: int) -> None:
+        place = _HELD.get(self._tags.get(key, ""))
+        if place is not None and key in self._sizes:
+            self._held[place] += sign * self._sizes[key]
+
+
+class _Call(NamedTuple):
+    func: Any
+    args: Any
+    kwargs: dict[str, Any]
+
+
+def _attention(call: _Call, samples: int) -> Attention:
+    query, key = call.args[0], call.args[1]
+    names = [argument.name for argument in call.func._schema.arguments]
+    given = dict(zip(names, call.args, strict=False)) | call.kwargs
+    return Attention(
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        head_width=query.shape[-1],
+        queries=query.shape[2] * query.shape[0] // samples,
+        keys=key.shape[2],
+        causal=bool(given.get("is_causal", False)),
+    )
+
+
+def _with_real_places(name: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Make rows of whole numbers on the host: models look at positions to see what kind of mask they need."""
+    dtype, device = kwargs.get("dtype"), kwargs.get("device")
+    whole = not dtype.is_floating_point if dtype is not None else all(type(each) is int for each in args)
+    is_row = name == "aten::arange" and device is not None and torch.device(device).type == "meta"
+    return {**kwargs, "device": torch.device("cpu")} if is_row and whole else kwargs
+
+
+def _on_one_device(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Bring real tensors to meta where they meet meta ones.
+
+    A batch stays real until it meets the weights, so that models may look at masks and token ids.
+    """
+    if kwargs.get("device") == torch.device("meta") and isinstance(args[0] if args else None, torch.Tensor):
+        kwargs = {**kwargs, "device": args[0].device}  # a copy to where the weights are: stays where it is
+    devices = {tensor.device.type for tensor in _tensors((args, tuple(kwargs.values())))}
+    if devices <= {"meta"} or "meta" not in devices:
+        return args, kwargs
+    moved: tuple[Any, dict[str, Any]] = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+    return moved
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)

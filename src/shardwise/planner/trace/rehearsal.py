@@ -1,0 +1,374 @@
+"""A job's model on meta tensors, and how one pass over it is run: whole, or one block by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.data import default_collate
+
+from shardwise.data.loaders import dataset_of
+from shardwise.errors import JobError, PlanError
+from shardwise.parallel.adapters import add_adapters
+from shardwise.parallel.apply import forget_caches
+from shardwise.parallel.blocks import find_blocks
+from shardwise.parallel.probe import trainable_of
+from shardwise.parallel.recompute import recompute_block
+from shardwise.parallel.sharded import DTYPES
+from shardwise.parallel.skeleton import skeleton
+from shardwise.parallel.tensor_rules import check_tensor, cut_dimension, find_rules, styles_by_name
+from shardwise.planner.trace.cuda_rules import CudaRules
+from shardwise.planner.trace.ledger import Entry, Ledger, Tally
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from shardwise.job import Job
+    from shardwise.planner.model.shape import Recompute
+    from shardwise.plans.plan import DType
+
+SAMPLES = (2, 4)
+"""What grows with the micro-batch is told from what does not by two passes; batch norm needs more than one sample."""
+TP_DEGREES = (2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model on meta, and how it is run."""
+
+    job: Job
+    model: nn.Module
+    compute: DType
+    gathered: bool
+    blocks: Mapping[str, nn.Module]
+    styles: Mapping[str, str]
+    tp_degrees: tuple[int, ...]
+    narrow: frozenset[str]
+    """Parameters that the job's own model holds in the compute dtype."""
+    samples: Sequence[Any]
+
+    @classmethod
+    def of(cls, job: Job, compute: DType, *, gathered: bool) -> Subject:
+        """Build the model of a job without weights."""
+        model = skeleton(job.model).module.to("meta").train()
+        if job.lora is not None:
+            add_adapters(model, job.lora)
+        trainable_of(model.named_parameters())
+        forget_caches(model)  # they would carry tensors of one pass into the next
+        dtype = DTYPES[compute]
+        narrow = frozenset(name for name, value in model.named_parameters() if value.dtype == dtype != torch.float32)
+        if gathered or compute == "fp64":
+            model.to(dtype) if compute == "fp64" else _lower_parameters(model, dtype)
+        dataset = dataset_of(job, "train")
+        if dataset is None or len(dataset) == 0:
+            raise JobError(
+                "the job has no training data to take a sample from",
+                code="data.no-train-split",
+                fix='return a dataset for "train"',
+            )
+        size = len(dataset)
+        styles, degrees = _cuts(model, job)
+        return cls(
+            job=job,
+            model=model,
+            compute=compute,
+            gathered=gathered,
+            blocks=find_blocks(model),
+            styles=styles,
+            tp_degrees=degrees,
+            narrow=narrow if compute in {"bf16", "fp16"} else frozenset(),
+            samples=[dataset[index % size] for index in range(max(SAMPLES))],
+        )
+
+    def rules(self) -> CudaRules:
+        """Return the dtypes and kernels of its passes."""
+        return CudaRules(DTYPES[self.compute] if self.compute in {"bf16", "fp16"} else None)
+
+    def batch(self, samples: int) -> Any:
+        """Return a batch of real samples, on the host."""
+        return (self.job.collate or default_collate)(list(self.samples[:samples]))
+
+    def tag_weights(self, ledger: Ledger) -> None:
+        """Tell a ledger which tensors are weights, and which of them tensor parallelism cuts."""
+        cut = {name: is_cut(self.model, name, self.styles) for name, _ in self.model.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            ledger.tag_weight(parameter, cut=cut[name])
+            parameter.grad = None
+        for buffer in self.model.buffers():
+            ledger.tag(buffer, "weight")
+
+
+def _lower_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def _cuts(model: nn.Module, job: Job) -> tuple[Mapping[str, str], tuple[int, ...]]:
+    """Return module name -> tensor-parallel style, and the degrees that fit."""
+    try:
+        rules = find_rules(model, job.tensor_rules)
+    except (PlanError, JobError):
+        return {}, (1,)
+    degrees = [1]
+    for degree in TP_DEGREES:
+        try:
+            check_tensor(model, degree, rules)
+        except (PlanError, JobError):
+            continue
+        degrees.append(degree)
+    return styles_by_name(model, rules), tuple(degrees)
+
+
+def is_cut(model: nn.Module, parameter: str, styles: Mapping[str, str]) -> bool:
+    """Whether tensor parallelism cuts a parameter."""
+    owner, _, kind = parameter.rpartition(".")
+    return cut_dimension(model.get_submodule(owner), styles.get(owner), kind) is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A block as it was called."""
+
+    name: str
+    segment: int
+    kind: tuple[Any, ...]
+    """Equal for blocks that do the same."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """What one pass wrote down."""
+
+    entries: list[Entry]
+    tallies: list[Tally]
+    calls: list[Call]
+    uses: list[tuple[str, int]]
+    """Weights outside the blocks, each with the segments that use it, in order."""
+    lowered: set[str]
+    input_bytes: float
+
+
+class Reached(Exception):  # noqa: N818 - not an error: a forward pass that went as far as asked
+    """Raised by the forward of a head that is to be the end of a pass; carries what it was given."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+def run_model(subject: Subject, samples: int) -> Pass:
+    """Run forward, loss and backward of the whole model, each kind of block once; to where a head raises Reached."""
+    ledger, rules = Ledger(samples), subject.rules()
+    model, job = subject.model, subject.job
+    batch = subject.batch(samples)
+    to_compute = partial(tree_map, lambda leaf: _to_dtype(leaf, DTYPES[subject.compute]))
+    if subject.compute == "fp64":
+        batch = to_compute(batch)
+    input_bytes = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    calls: list[Call] = []
+    uses: list[tuple[str, int]] = []
+    handles = _note_gradients(model, ledger)
+    handles += _note_uses(subject, uses, ledger)
+    handles += [
+        model.get_submodule(name).register_forward_hook(lambda _, __, output: ledger.tag(output, "whole"))
+        for name, style in subject.styles.items()
+        if style == "column_gathered"
+    ]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    with _blocks_once(subject, calls, ledger), rules, ledger:
+        subject.tag_weights(ledger)
+        ledger.note()
+        if subject.gathered:
+            batch = to_compute(batch)  # as sharded models do with what they are given
+        try:
+            end = job.loss.sum_of(job.forward(model, batch), batch)
+        except Reached as reached:
+            end = reached.hidden
+        rules.forget_casts()
+        ledger.turn_back()
+        if end.ndim == 0:
+            end.backward()
+        else:
+            edges, outlines = _ends(end)
+            del end
+            torch.autograd.backward(edges, [_empty(outline) for outline in outlines])
+    for handle in handles:
+        handle.remove()
+    return Pass(
+        entries=ledger.entries,
+        tallies=ledger.tallies,
+        calls=calls,
+        uses=uses,
+        lowered={names[key] for key in rules.lowered if key in names},
+        input_bytes=input_bytes,
+    )
+
+
+def _to_dtype(leaf: Any, dtype: torch.dtype) -> Any:
+    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _note_gradients(module: nn.Module, ledger: Ledger) -> list[Any]:
+    """Have every trained weight tell when its gradient is made."""
+    trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
+    return [parameter.register_post_accumulate_grad_hook(ledger.gradient_made) for parameter in trained]
+
+
+def _note_uses(subject: Subject, uses: list[tuple[str, int]], ledger: Ledger) -> list[Any]:
+    """Have every module outside the blocks tell when it uses weights; shared ones go by their first name."""
+    inside = {id(part) for block in subject.blocks.values() for part in block.modules()}
+    names = {id(parameter): name for name, parameter in subject.model.named_parameters()}
+
+    def note(module: nn.Module, _: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            use = (names[id(parameter)], len(ledger.tallies) - 1)
+            if use not in uses:
+                uses.append(use)
+
+    return [
+        part.register_forward_pre_hook(note)
+        for part in subject.model.modules()
+        if id(part) not in inside and next(part.parameters(recurse=False), None) is not None
+    ]
+
+
+class _blocks_once:  # noqa: N801 - reads as a function
+    """While open, each block opens a segment; the first of each kind runs, the others hand out empty results."""
+
+    def __init__(self, subject: Subject, calls: list[Call], ledger: Ledger) -> None:
+        self._subject = subject
+        self._calls = calls
+        self._ledger = ledger
+        self._made: dict[tuple[Any, ...], Any] = {}
+        self._forwards = [(block, block.__dict__.get("forward")) for block in subject.blocks.values()]
+
+    def __enter__(self) -> None:
+        for name, block in self._subject.blocks.items():
+            block.forward = self._watched(name, block, block.forward)
+
+    def __exit__(self, *_: object) -> None:
+        for block, forward in self._forwards:
+            put_back(block, forward)
+
+    def _watched(self, name: str, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            segment = self._ledger.begin_segment()
+            if self._subject.gathered:
+                dtype = DTYPES[self._subject.compute]  # FSDP2 casts what enters a unit
+                args, kwargs = tree_map(lambda leaf: _to_dtype(leaf, dtype), (args, kwargs))
+            kind = _kind(block, args, kwargs)
+            self._calls.append(Call(name=name, segment=segment, kind=kind, args=args, kwargs=kwargs))
+            if kind in self._made:
+                result = _skip(self._made[kind], (args, kwargs))
+            else:
+                result = forward(*args, **kwargs)
+                self._made[kind] = tree_map(_outline, result)
+            self._ledger.begin_segment()
+            return result
+
+        return run
+
+
+def put_back(block: nn.Module, forward: Callable[..., Any] | None) -> None:
+    """Give a block its own forward again, or that of its class."""
+    if forward is None:
+        del block.forward
+    else:
+        block.forward = forward
+
+
+def _kind(block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    weights = tuple((name, _outline(value)) for name, value in block.named_parameters())
+    leaves, form = tree_flatten((args, kwargs))
+    inputs = tuple(_outline(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+    return type(block), weights, inputs, str(form)
+
+
+@dataclass(frozen=True)
+class _Outline:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool
+
+
+def _outline(leaf: Any) -> Any:
+    return _Outline(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _empty(outline: _Outline) -> Tensor:
+    return torch.empty(outline.shape, dtype=outline.dtype, device="meta")
+
+
+class _Skipped(torch.autograd.Function):
+    """Results out of nothing, whose gradient reaches the inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, outlines: list[_Outline], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*inputs)
+        made = tuple(_empty(outline) for outline in outlines)
+        ctx.mark_non_differentiable(
+            *(value for value, outline in zip(made, outlines, strict=True) if not outline.trained)
+        )
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(torch.empty_like(value) for value in ctx.saved_tensors)
+
+
+def _skip(outlines: Any, inputs: Any) -> Any:
+    leaves, form = tree_flatten(outlines)
+    trained = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    made = iter(_Skipped.apply([leaf for leaf in leaves if isinstance(leaf, _Outline)], *trained))  # type: ignore[no-untyped-call]
+    return tree_unflatten([next(made) if isinstance(leaf, _Outline) else leaf for leaf in leaves], form)
+
+
+def run_block(subject: Subject, call: Call, samples: int, policy: Recompute) -> Pass:
+    """Run forward and backward of one block on fresh inputs like those it was called with."""
+    block = subject.blocks[call.name]
+    ledger, rules = Ledger(samples), subject.rules()
+    args, kwargs = tree_map(_fresh, (call.args, call.kwargs))
+    forward = block.__dict__.get("forward")
+    if policy != "none":
+        block.forward = rules.around(block.forward)
+        recompute_block(block, selective=policy == "selective")
+    handles = _note_gradients(block, ledger)
+    try:
+        with rules, ledger:
+            subject.tag_weights(ledger)
+            ledger.note()
+            result = block(*args, **kwargs)
+            rules.forget_casts()
+            ledger.turn_back()
+            edges, outlines = _ends(result)
+            del result  # the next part has let go of it when the gradient comes back
+            gradients = [_empty(outline) for outline in outlines]
+            output_bytes = sum(gradient.nbytes for gradient in gradients)
+            if edges:  # none where all is frozen, and so is what comes before
+                torch.autograd.backward(edges, gradients)
+    finally:
+        for handle in handles:
+            handle.remove()
+        if policy != "none":
+            put_back(block, forward)
+    return Pass(
+        entries=ledger.entries, tallies=ledger.tallies, calls=[], uses=[], lowered=set(), input_bytes=output_bytes
+    )
+
+
+def _ends(result: Any) -> tuple[list[Any], list[_Outline]]:
+    """Return where the gradients of a block's results enter, and what they are like, without holding the results."""
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [get_gradient_edge(output) for output in outputs], [_outline(output) for output in outputs]
+
+
+def _fresh(leaf: Any) -> Any:
+    return torch.empty_like(leaf).requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf

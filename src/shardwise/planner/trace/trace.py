@@ -1,0 +1,180 @@
+"""A job's model described for planning: one pass on meta tensors, each kind of block once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shardwise.errors import JobError, PlanError
+from shardwise.planner.model.forms import Model
+from shardwise.planner.model.shape import Amount, ModelShape, Part, Weight
+from shardwise.planner.trace.allowed import context_degrees, head_of, length_of
+from shardwise.planner.trace.amounts import footprint_of, states_of, work_of
+from shardwise.planner.trace.rehearsal import SAMPLES, Call, Pass, Subject, is_cut, run_block, run_model
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardwise.job import Job
+    from shardwise.planner.model.shape import Recompute
+    from shardwise.plans.plan import DType
+
+POLICIES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+def describe(job: Job, compute: DType) -> Model:
+    """Return what planning must know of a job's model, computed in `compute`; nothing is allocated."""
+    plain = trace(job, compute=compute, gathered=False)
+    lower = compute in {"bf16", "fp16"}
+    return Model(plain=plain, gathered=trace(job, compute=compute, gathered=True) if lower else plain)
+
+
+def trace(job: Job, *, compute: DType, gathered: bool) -> ModelShape:
+    """Return the shape of a job's model; `gathered` weights are in the compute dtype, as FSDP2 gathers them."""
+    subject = Subject.of(job, compute, gathered=gathered)
+    try:
+        return _assemble(subject)
+    except (PlanError, JobError):
+        raise
+    except Exception as error:
+        raise JobError(
+            f"the model cannot be traced without weights: {type(error).__name__}: {error}",
+            code="model.trace-failed",
+            fix="name a published model of its shape, or avoid reading tensor values in forward",
+        ) from error
+
+
+def _assemble(subject: Subject) -> ModelShape:
+    """Put the parts in order: segments of the whole pass, and blocks from passes of their own."""
+    passes = [run_model(subject, samples) for samples in SAMPLES]
+    calls = {call.segment: call for call in passes[0].calls}
+    later = {call.segment: call for call in passes[1].calls}
+    parts: list[Part] = []
+    kinds: dict[tuple[Any, ...], Part] = {}
+    last_block = max(calls, default=-1)
+    for segment in range(len(passes[0].tallies)):
+        if segment in calls:
+            call = calls[segment]
+            if call.kind not in kinds:
+                kinds[call.kind] = _block_part(subject, (call, later[segment]), passes[0].lowered)
+            parts.append(kinds[call.kind])
+            continue
+        weights = _outer_weights(subject, passes[0], segment)
+        states = states_of(passes, segment)
+        if len(states) > 2 or weights:  # more than its beginning and its end
+            footprint = footprint_of(states)
+            parts.append(
+                Part(
+                    name="last" if segment > last_block else "first" if segment == 0 else f"between{segment}",
+                    kind="last" if segment > last_block else "first",
+                    weights=weights,
+                    work=work_of(passes, segment),
+                    footprints=dict.fromkeys(POLICIES, footprint),
+                    output=Amount(),
+                )
+            )
+    shape = ModelShape(
+        name=type(subject.model).__name__,
+        compute=subject.compute,
+        gathered=subject.gathered,
+        parts=_counted(parts),
+        input=Amount(whole=passes[0].input_bytes / SAMPLES[0]),
+        tokens_per_sample=_tokens(subject),
+        tp_degrees=subject.tp_degrees,
+        stages=bool(calls) and not _is_misplaced(subject, passes[0]),
+        ties_samples=any(isinstance(module, _BatchNorm) for module in subject.model.modules()),
+        source="traced",
+    )
+    return replace(shape, cp_degrees=context_degrees(subject, shape.heads), head=head_of(subject))
+
+
+def _is_misplaced(subject: Subject, single: Pass) -> bool:
+    """Whether a part is registered on one side of the blocks and used on the other, which pipeline stages refuse.
+
+    Only of models whose blocks are one list: which of several lists stages are split along is the user's choice.
+    """
+    if len({name.rpartition(".")[0] for name in subject.blocks}) != 1:
+        return False
+    segments = [call.segment for call in single.calls]
+    sides: dict[str, set[bool]] = {}
+    first_names: dict[int, str] = {}
+    is_behind = False
+    for name, parameter in subject.model.named_parameters(remove_duplicate=False):
+        if any(name.startswith(f"{block}.") for block in subject.blocks):
+            is_behind = True
+        else:
+            sides.setdefault(first_names.setdefault(id(parameter), name), set()).add(is_behind)
+    return any(
+        (user > max(segments) and True not in sides.get(name, {True}))
+        or (user < min(segments) and False not in sides.get(name, {False}))
+        for name, user in single.uses
+    )
+
+
+def _block_part(subject: Subject, calls: tuple[Call, Call], lowered: set[str]) -> Part:
+    footprints = {}
+    for policy in POLICIES:
+        passes = [run_block(subject, call, samples, policy) for call, samples in zip(calls, SAMPLES, strict=True)]
+        footprints[policy] = footprint_of(states_of(passes, 0))
+        if policy == "none":
+            work, output = work_of(passes, 0), passes[0].input_bytes / SAMPLES[0]
+    name = calls[0].name
+    weights = tuple(_weight(subject, f"{name}.{key}", lowered) for key, _ in subject.blocks[name].named_parameters())
+    sums = sum(1 for module, style in subject.styles.items() if style == "row" and module.startswith(f"{name}."))
+    return Part(
+        name=name,
+        kind="block",
+        weights=weights,
+        work=work,
+        footprints=footprints,
+        output=Amount(stream=output),
+        tp_exchanged=Amount(whole=output * sums),
+        num_exchanges=sums,
+    )
+
+
+def _outer_weights(subject: Subject, single: Pass, segment: int) -> tuple[Weight, ...]:
+    """Return the weights of a segment between blocks; one that an earlier segment uses too is tied to it."""
+    first: dict[str, int] = {}
+    for name, user in single.uses:
+        first.setdefault(name, user)
+    return tuple(
+        _weight(subject, name, single.lowered, tied=first[name] != user)
+        for name, user in single.uses
+        if user == segment
+    )
+
+
+def _weight(subject: Subject, name: str, lowered: set[str], *, tied: bool = False) -> Weight:
+    value = subject.model.get_parameter(name)
+    # Of blocks that are skipped nobody saw the casts: the first of the kind tells for all.
+    return Weight(
+        name=name,
+        rows=value.shape[0] if value.ndim else 1,
+        numel=value.numel(),
+        cut=is_cut(subject.model, name, subject.styles),
+        cast=name in lowered,
+        trained=value.requires_grad,
+        narrow=name in subject.narrow,
+        tied=tied,
+    )
+
+
+def _counted(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Join equal neighbours."""
+    joined: list[Part] = []
+    for part in parts:
+        if joined and part.kind == "block" and replace(joined[-1], count=1) == part:
+            joined[-1] = replace(joined[-1], count=joined[-1].count + 1)
+        else:
+            joined.append(part)
+    return tuple(joined)
+
+
+def _tokens(subject: Subject) -> int | None:
+    """Return the tokens of a sample: its length, or what the loss counts where its parts differ in length."""
+    if isinstance(subject.job.loss.count, str):
+        return None
+    return length_of(subject.batch(SAMPLES[0])) or max(1, int(subject.job.loss.count_of(subject.batch(1), 1)))

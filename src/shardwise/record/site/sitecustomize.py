@@ -1,5 +1,0 @@
-"""What a rank that is a fresh interpreter imports before its script: the record begins here."""
-
-from shardwise.record.fresh import start_here
-
-start_here()

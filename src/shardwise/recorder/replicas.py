@@ -1,0 +1,104 @@
+"""Fingerprints of what DDP keeps equal, taken around optimizer steps of a script that knows nothing of it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from shardwise.recorder.imports import when_imported
+from shardwise.runs import EventLog
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+_DDP = "torch.nn.parallel.distributed"
+_OPTIMIZER = "torch.optim.optimizer"
+
+
+def record_replicas(path: Path, every: int) -> None:
+    """Append fingerprints to `path` at the first and every so many optimizer steps; no communication.
+
+    Events `tensors` (names and groups of ranks) and `check` of each optimizer, for who looks on.
+    """
+    watch = _Watch(path, every)
+    when_imported({_DDP: watch.attach_to_ddp, _OPTIMIZER: watch.attach_to_optimizers})
+
+
+class _Watch:
+    """Hooks of one process: DDP models as they are made, optimizers as they step."""
+
+    def __init__(self, path: Path, every: int) -> None:
+        self._path, self._every = path, every
+        self._models: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._before: dict[int, dict[str, Any]] = {}
+        self._log: EventLog | None = None
+
+    def attach_to_ddp(self) -> None:
+        """Hear of every DDP model."""
+        kind = sys.modules[_DDP].DistributedDataParallel
+        real = kind.__init__
+
+        @functools.wraps(real)
+        def made(model: Any, *args: Any, **kwargs: Any) -> None:
+            real(model, *args, **kwargs)
+            self._models.add(model)
+
+        kind.__init__ = made
+
+    def attach_to_optimizers(self) -> None:
+        """Look before and after every optimizer step."""
+        module = sys.modules[_OPTIMIZER]
+        module.register_optimizer_step_pre_hook(self._look_before)
+        module.register_optimizer_step_post_hook(self._look_after)
+
+    def _look_before(self, optimizer: Optimizer, *_: Any) -> None:
+        step = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if step > 1 and step % self._every:
+            return
+        held = self._held(optimizer)
+        if held:
+            from shardwise.recorder.fingerprint import combined, fingerprints, settings_print
+
+            values = fingerprints([parameter.detach() for _, parameter in held])
+            gradients = [parameter.grad for _, parameter in held if parameter.grad is not None]
+            self._before[id(optimizer)] = {
+                "before": values if step == 1 else combined(values),
+                "gradients": combined(fingerprints(gradients)),
+                "settings": settings_print(optimizer.param_groups),
+            }
+
+    def _look_after(self, optimizer: Optimizer, *_: Any) -> None:
+        before = self._before.pop(id(optimizer), None)
+        if before is None:
+            return
+        from shardwise.recorder.fingerprint import fingerprints
+
+        held = self._held(optimizer)
+        log = self._log = self._log or EventLog(self._path)
+        if optimizer not in self._numbers:
+            number = self._numbers[optimizer] = len(self._numbers)
+            groups = list(dict.fromkeys(ranks for (_, ranks), _ in held))
+            tensors = [(name, groups.index(ranks)) for (name, ranks), _ in held]
+            log.write("tensors", optimizer=number, tensors=tensors, groups=groups)
+        after = fingerprints([parameter.detach() for _, parameter in held])
+        log.write("check", optimizer=self._numbers[optimizer], step=self._steps[optimizer], after=after, **before)
+
+    def _held(self, optimizer: Optimizer) -> list[tuple[tuple[str, tuple[int, ...]], nn.Parameter]]:
+        """Return what of an optimizer's parameters DDP keeps equal, with its name and the ranks that hold it."""
+        from torch.distributed import get_process_group_ranks
+
+        known: dict[int, tuple[str, tuple[int, ...]]] = {}
+        for model in self._models:
+            ranks = tuple(get_process_group_ranks(model.process_group))
+            for name, parameter in model.module.named_parameters():
+                if name not in model.parameters_to_ignore:
+                    known[id(parameter)] = name, ranks
+        everything: list[Tensor] = [each for group in optimizer.param_groups for each in group["params"]]
+        return [(known[id(each)], each) for each in everything if id(each) in known]  # type: ignore[misc]

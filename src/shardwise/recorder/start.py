@@ -1,0 +1,78 @@
+"""Starting the record of a rank, before its script runs; torch is patched when it is imported, and not before."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from shardwise.recorder.asked import take_asked
+from shardwise.recorder.deterministic import be_deterministic
+from shardwise.recorder.functional import record_functional
+from shardwise.recorder.imports import when_imported
+from shardwise.recorder.mlx_calls import WAITS, record_steps
+from shardwise.recorder.replicas import record_replicas
+from shardwise.recorder.separate import record_separate_steps
+from shardwise.recorder.torch_calls import record_batches, record_collectives
+from shardwise.runs.calls import CallRing
+
+if TYPE_CHECKING:
+    from shardwise.runs import RunDirectory
+
+_C10D = "torch.distributed.distributed_c10d"
+_FUNCTIONAL = "torch.distributed._functional_collectives"
+STACKS_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else 0
+"""Has a rank write the stacks of its threads down; a real-time signal, since scripts use those with names."""
+
+
+def start_record(run: RunDirectory, rank: int, world_size: int) -> None:
+    """Begin to record this rank in `run`. Where files cannot be mapped or the disk is full, it goes on without.
+
+    Sees to what else the launcher asked of it.
+    """
+    asked = take_asked()
+    if asked.deterministic:
+        be_deterministic(seed=rank)
+    if asked.check_replicas:
+        record_replicas(run.replicas(rank), asked.check_replicas)
+    try:
+        number = _register_stacks(run, rank)
+        ring = CallRing(run.calls(rank), stacks_signal=number)
+    except OSError:
+        return
+    os.register_at_fork(after_in_child=ring.detach)
+
+    when_imported(
+        {
+            _C10D: lambda: _record(ring, world_size),
+            "torch.utils.data.dataloader": lambda: record_batches(ring),
+            "torch.optim.optimizer": lambda: record_separate_steps(ring, world_size),
+            WAITS: lambda: record_steps(ring, world_size, sys.modules[WAITS]),
+        }
+    )
+
+
+def _record(ring: CallRing, world_size: int) -> None:
+    recorder = record_collectives(ring, world_size)
+    when_imported({_FUNCTIONAL: lambda: record_functional(recorder, sys.modules[_FUNCTIONAL])})
+
+
+def _register_stacks(run: RunDirectory, rank: int) -> int:
+    """Have STACKS_SIGNAL append all stacks to a file, also while C code holds the interpreter; returns its number.
+
+    A fatal signal, such as the SIGABRT of gloo, does the same, unless somebody has asked faulthandler for it before.
+    """
+    if not STACKS_SIGNAL:
+        return 0
+    path = run.stack_samples(rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a")
+    if not faulthandler.is_enabled():
+        faulthandler.enable(file=file, all_threads=True)
+    with contextlib.suppress(RuntimeError, ValueError):  # no such signal here: then there are no stacks
+        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+        return int(STACKS_SIGNAL)
+    return 0

@@ -1,0 +1,263 @@
+"""Recording what goes through torch's process groups and data loaders: their methods, wrapped once, in one place."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import sys
+import threading
+from collections import defaultdict
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+from shardwise.recorder.flight import FlightThread
+from shardwise.recorder.operations import (
+    OPERATIONS,
+    POINT_TO_POINT,
+    describe_collective,
+    describe_message,
+    key_maker,
+    message_key,
+)
+from shardwise.recorder.sites import Sites
+from shardwise.runs.calls import BACKWARD_BIT, MEETINGS, GroupKey, Operation, pack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from types import CodeType, FrameType
+
+    from shardwise.runs.calls import CallRing
+
+_MOST_OPEN = 4096
+"""Handles of asynchronous calls that are remembered; who never waits for his loses the oldest."""
+_MOST_KINDS = 1 << 14
+_NOTHING: Mapping[str, Any] = {}
+
+
+def record_collectives(ring: CallRing, world_size: int) -> CollectiveRecorder:
+    """Wrap the methods of torch's ProcessGroup and Work, and what makes groups; returns who records."""
+    from torch._C import _distributed_c10d as c10d
+
+    recorder = CollectiveRecorder(ring)
+    for method in OPERATIONS:
+        if hasattr(c10d.ProcessGroup, method):
+            setattr(c10d.ProcessGroup, method, recorder.wrap(method, getattr(c10d.ProcessGroup, method)))
+    setattr(c10d.Work, "wait", recorder.wrap_wait(c10d.Work.wait))  # noqa: B010 - an assignment that mypy refuses
+    flights = FlightThread(ring, recorder.group_by_name)
+    register = c10d.ProcessGroup._register_backend  # noqa: SLF001 - every group that can communicate gets one
+
+    def register_backend(group: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder.forget_group(group)
+        flights.start()
+        return register(group, *args, **kwargs)
+
+    setattr(c10d.ProcessGroup, "_register_backend", register_backend)  # noqa: B010
+    _wrap_meetings(recorder, world_size)
+    return recorder
+
+
+def _wrap_meetings(recorder: CollectiveRecorder, world_size: int) -> None:
+    """Record who waits for the others while a group is made."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    group = recorder.ring.intern(GroupKey(MEETINGS, 0, tuple(range(world_size))))
+    counts = itertools.count(1)
+    for name in ("init_process_group", "new_group"):
+        real = getattr(distributed_c10d, name)
+        wrapped = recorder.wrap_meeting(real, group, counts)
+        setattr(distributed_c10d, name, wrapped)
+        if hasattr(dist, name):
+            setattr(dist, name, wrapped)
+
+
+def record_batches(ring: CallRing) -> None:
+    """Wrap the step of torch's DataLoader iterators."""
+    from torch.utils.data import dataloader
+
+    real = dataloader._BaseDataLoaderIter.__next__  # noqa: SLF001 - the one place that every batch passes
+
+    @functools.wraps(real)
+    def next_batch(iterator: Any) -> Any:
+        ring.begin_data()
+        try:
+            return real(iterator)
+        finally:
+            ring.end_data()
+
+    setattr(dataloader._BaseDataLoaderIter, "__next__", next_batch)  # noqa: B010, SLF001
+
+
+class _GroupState:
+    """What is known of one process group here: its place in the table, and how many calls each channel has had."""
+
+    def __init__(self, place: int, key: GroupKey) -> None:
+        self.place = pack(place, 0, 0)
+        self.key = key
+        self.counts: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
+
+
+class CollectiveRecorder:
+    """Turns calls of wrapped methods into records; any thread may call."""
+
+    def __init__(self, ring: CallRing) -> None:
+        import torch
+
+        self.ring = ring
+        self._groups: dict[int, _GroupState] = {}
+        self._lives: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._sites = Sites(torch.__path__[0], ring.intern)
+        self._kinds: dict[tuple[Any, ...], int] = {}
+        self._messages: dict[tuple[Any, ...], tuple[int, str]] = {}
+        self._open: dict[int, int] = {}
+        self._own = _functions_of_torch()
+        self._graph_task: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001 - there is no public one
+
+    def wrap(self, method: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `real`, a method of ProcessGroup, with a record of each call."""
+        ring, open_, groups, kinds = self.ring, self._open, self._groups, self._kinds
+        find, graph_task, getframe = self._sites.find, self._graph_task, sys._getframe  # noqa: SLF001 - the quickest
+        key_of = key_maker(method)
+        is_message = method in POINT_TO_POINT
+        own = self._own
+
+        @functools.wraps(real)
+        def recorded(group: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                state = groups.get(id(group)) or self._learn_group(group)
+                caller = getframe(1)
+                variables = caller.f_locals if id(caller.f_code) in own else _NOTHING
+                if is_message:
+                    what, channel = self._message(state, method, args, kwargs)
+                else:
+                    key, channel = key_of(args, kwargs, variables), ""
+                    what = kinds[key] if key in kinds else self._learn_kind(key)
+                sequence = next(state.counts[channel])
+                packed = state.place | what | find(caller)
+                number = ring.issue(sequence, packed if graph_task() < 0 else packed | BACKWARD_BIT)
+            except Exception:  # noqa: BLE001 - a record of what we do not understand must not stand in its way
+                return real(group, *args, **kwargs)
+            try:
+                work = real(group, *args, **kwargs)
+            except BaseException:
+                ring.cancel(number)
+                state.counts[channel] = itertools.count(sequence)
+                raise
+            if work is None:
+                ring.leave(number)
+            else:
+                if variables.get("async_op", True):  # else it is waited for at once
+                    ring.release(number)
+                open_[id(work)] = number
+                if len(open_) > _MOST_OPEN:
+                    open_.pop(next(iter(open_)), None)
+            return work
+
+        return recorded
+
+    def wrap_wait(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `Work.wait` with a record of when somebody waits for a recorded call, and when it is done."""
+        ring, open_ = self.ring, self._open
+
+        @functools.wraps(real)
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            number = open_.pop(id(work), None)
+            if number is None:
+                return real(work, *args, **kwargs)
+            ring.wait(number)
+            done = real(work, *args, **kwargs)
+            ring.leave(number)  # one that failed is never left: it is where its rank came to grief
+            return done
+
+        return wait
+
+    def wrap_meeting(self, real: Callable[..., Any], group: int, counts: Iterator[int]) -> Callable[..., Any]:
+        """Return a function that makes a group, with a record of each call."""
+        what = pack(group, self.ring.intern(Operation(real.__name__, "", "", "")), 0)
+
+        @functools.wraps(real)
+        def meet(*args: Any, **kwargs: Any) -> Any:
+            number = self.ring.issue(next(counts), what | self._sites.find(sys._getframe(1)))  # noqa: SLF001
+            made = real(*args, **kwargs)
+            self.ring.leave(number)
+            return made
+
+        return meet
+
+    def site_of(self, frame: FrameType) -> int:
+        """Return the place of the user's line, from `frame` outwards."""
+        return self._sites.find(frame)
+
+    def note(self, group: Any, operation: Operation, site: int) -> None:
+        """Record a call of which only the issue is seen here."""
+        state = self._groups.get(id(group)) or self._learn_group(group)
+        what = state.place | pack(0, self.ring.intern(operation), site)
+        self.ring.leave(self.ring.issue(next(state.counts[operation.channel]), what))
+
+    def group_by_name(self, name: str) -> int:
+        """Return the place in the table of the newest group of that name; 0 when there is none."""
+        from torch.distributed import distributed_c10d
+
+        for group, (_, store) in list(distributed_c10d._world.pg_map.items()):  # noqa: SLF001 - all groups
+            if store is not None and group.group_name == name:
+                return self.ring.intern((self._groups.get(id(group)) or self._learn_group(group)).key)
+        return 0
+
+    def _learn_group(self, group: Any) -> _GroupState:
+        from torch.distributed import distributed_c10d
+
+        with self._lock:
+            if id(group) in self._groups:
+                return self._groups[id(group)]
+            name = str(group.group_name)
+            try:
+                members = tuple(distributed_c10d.get_process_group_ranks(group))
+            except (KeyError, ValueError, RuntimeError):  # made by hand
+                members = ()
+            life = self._lives[name] = self._lives.get(name, -1) + 1
+            key = GroupKey(name, life, members)
+            state = self._groups[id(group)] = _GroupState(self.ring.intern(key), key)
+            return state
+
+    def forget_group(self, group: Any) -> None:
+        """Forget a group that was at this address before; it was not kept alive, so that it could be torn down."""
+        self._groups.pop(id(group), None)
+
+    def _learn_kind(self, key: tuple[Any, ...]) -> int:
+        if len(self._kinds) >= _MOST_KINDS:
+            self._kinds.clear()
+        what = self._kinds[key] = pack(0, self.ring.intern(describe_collective(key)), 0)
+        return what
+
+    def _message(
+        self, state: _GroupState, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[int, str]:
+        """Return the place and the channel of a send or a receive, as `(tensors, peer in the group, tag)` say."""
+        key = (state.place, *message_key(method, args, kwargs))
+        known = self._messages.get(key)
+        if known is None:
+            tensors, *numbers = (*args, *kwargs.values())
+            at, tag = numbers if len(numbers) > 1 else (-1, numbers[0])
+            peer = state.key.members[at] if at >= 0 and state.key.members else at
+            operation = describe_message(method, tensors, _own_rank(), peer, tag)
+            if len(self._messages) >= _MOST_KINDS:
+                self._messages.clear()
+            known = self._messages[key] = pack(0, self.ring.intern(operation), 0), operation.channel
+        return known
+
+
+def _functions_of_torch() -> dict[int, CodeType]:
+    """Return the code of torch's own functions that call a process group, by its address: code is slow to hash."""
+    from torch.distributed import distributed_c10d
+
+    functions = [inspect.unwrap(value) for value in vars(distributed_c10d).values() if type(value) is FunctionType]
+    own = [function.__code__ for function in functions if function.__module__ == distributed_c10d.__name__]
+    return {id(code): code for code in own}
+
+
+def _own_rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_initialized() else -1

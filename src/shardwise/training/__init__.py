@@ -1,0 +1,1 @@
+"""Training: build, the loop, evaluation, checkpoints and the report."""

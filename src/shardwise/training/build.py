@@ -1,0 +1,342 @@
+"""Wiring: a Job, a Plan and a World become one Step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from shardwise.data.feed import Feed
+from shardwise.engines.deepspeed.build import build_deepspeed_step
+from shardwise.errors import JobError
+from shardwise.job.generators import seed_generators
+from shardwise.job.schedules import check_schedule
+from shardwise.parallel.apply import apply_plan, gradient_sync, parameters_of, stages_of
+from shardwise.parallel.batch_norm import foreign_batch_norms
+from shardwise.parallel.blueprint import job_blueprint, real_blueprint
+from shardwise.parallel.context_rules import check_context
+from shardwise.parallel.forward_watch import watch_forward
+from shardwise.parallel.held_dtypes import check_dtypes
+from shardwise.parallel.keyed_masks import key_dropouts
+from shardwise.parallel.lora import adapt_blueprint
+from shardwise.parallel.norm import GradNorm
+from shardwise.parallel.optimizer import make_optimizer
+from shardwise.parallel.outer import by_rounds
+from shardwise.parallel.parameter_rules import check_dense, check_parameters
+from shardwise.parallel.peer_inputs import watch_inputs
+from shardwise.parallel.place import Place
+from shardwise.parallel.probe import refuse_sparse, trainable_of, without_gradient
+from shardwise.parallel.reduced_list import ReducedList
+from shardwise.parallel.sharded import DTYPES, LOWER
+from shardwise.parallel.stage_plan import cut_layers
+from shardwise.parallel.stage_ties import share_copies, tied_copies
+from shardwise.parallel.stages import count_layers, find_layers, split_stages
+from shardwise.parallel.support import uses_ddp
+from shardwise.parallel.tensor_gradients import refuse_unequal, unequal_gradients
+from shardwise.parallel.tensor_rules import find_rules
+from shardwise.parallel.weights import BuiltWeights, share_values
+from shardwise.planner.settle import with_engine_of
+from shardwise.training.fit import check_fit, check_own_loop
+from shardwise.training.reading import Reading, make_loader, token_cut
+from shardwise.training.step.captured import plain_step
+from shardwise.training.step.marks import nvtx_ranges, tell
+from shardwise.training.step.peer_batches import PeerBatches
+from shardwise.training.step.pipeline import PipelineStep
+from shardwise.training.step.step import Autocast, StepParts, Surroundings
+from shardwise.training.step.token_probe import TokenProbe
+from shardwise.training.step.update import choose_update
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor, nn
+
+    from shardwise.data.feed import StepBatch
+    from shardwise.dist import World
+    from shardwise.job import Job
+    from shardwise.parallel.blueprint import Blueprint
+    from shardwise.parallel.gradsync import GradSync
+    from shardwise.parallel.stage_plan import StageCut
+    from shardwise.plans import Plan
+    from shardwise.training.length import Length
+    from shardwise.training.step.marks import Mark
+    from shardwise.training.step.step import Step
+    from shardwise.training.step.update import Update
+
+
+def build_step(
+    job: Job,
+    plan: Plan,
+    world: World,
+    *,
+    note: Callable[[str], None] = lambda _: None,
+    before_update: Callable[[], None] | None = None,
+    first_step: int = 0,
+    mark: Mark | None = None,
+) -> Step:
+    """Make the Step that trains `job` under `plan`; called on every rank.
+
+    `note` gets remarks for the user; `before_update` is called in each step when gradients are summed, not clipped;
+    `first_step` is where in the stream of samples to begin, for a training that goes on; `mark(phase, step)` is told
+    when data, forward, backward and optimizer begin, on the host.
+    """
+    plan = with_engine_of(plan, job)
+    check_fit(job, plan, world)
+    surround = partial(
+        _surround, job, plan, world, first_step=first_step, before_update=before_update, mark=mark, note=note
+    )
+    if plan.engine == "mlx":
+        from shardwise.engines.mlx.build import build_mlx_step  # an extra: imported for its own jobs alone
+
+        return build_mlx_step(job, plan, world, surround(fill=False), note=note)
+    place = find_place(plan, world)
+    blueprint = draw_up(job, plan, world)
+    around = surround(fill=not foreign_batch_norms(blueprint.module))
+    seed = job.seed + 1 + plan.layout.draw_index(world.rank)
+    if plan.engine == "deepspeed":
+        step = build_deepspeed_step(job, plan, place, blueprint, around, local_rank=world.local_rank)
+        seed_generators(seed)
+        return step
+    cut, model = _lay_out(job, blueprint, plan, place)
+    seed_generators(seed)  # readers draw different dropout masks, whatever the model's init drew
+    named = parameters_of(model)
+    stage = f"pipeline stage {place.coordinate.pp}"
+    trainable = trainable_of(named, owner="the model" if cut is None else stage)
+    inner = gradient_sync(model, plan, place)
+    sync = by_rounds(inner, model, trainable, plan=plan, place=place, ends_round=around.length.syncs_after)
+    parts = StepParts(
+        optimized=make_optimizer(
+            job.optimizer,
+            trainable,
+            shard_mesh=place.axis("shard") if plan.zero == 1 else None,
+            on_host=plan.offload.optimizer == "cpu" and plan.offload.parameters == "none",
+            replica_mesh=place.axis(*plan.reader_axes) if plan.zero >= 2 else None,
+        ),
+        sync=sync,
+        update=_make_update(job, plan, world, model, sync.gain),
+        autocast=Autocast(device_type=world.device.type, dtype=LOWER.get(plan.precision.compute)),
+        origin=blueprint.weights.words if blueprint.weights is not None else "",
+        after_first_backward=_first_check(named, plan, world, note, sync),
+        batch_checks=_batch_checks(job, model, plan, world, note),
+        **vars(around),
+    )
+    watch_forward(stages_of(model), plan, parts.optimized)
+    if cut is None:
+        return plain_step(job, model, parts, plan=plan, note=note)
+    return PipelineStep(job, stages_of(model), parts, cut=cut, plan=plan, place=place)  # type: ignore[arg-type]
+
+
+def _surround(
+    job: Job,
+    plan: Plan,
+    world: World,
+    *,
+    fill: bool,
+    first_step: int,
+    before_update: Callable[[], None] | None,
+    mark: Mark | None,
+    note: Callable[[str], None],
+) -> Surroundings:
+    """Return what the step is told of besides its model; communicates to join the readers."""
+    # On the host and by itself: its collectives run a step ahead of, and so beside, those of the model.
+    feed_group = world.axis_group(plan.layout, ("replicate", "shard"), on_host=True)
+    feed, length = make_feed(job, plan, world, feed_group, first_step, fill=fill)
+    check_schedule(job.schedule, length.num_steps)
+    return Surroundings(
+        feed=feed,
+        length=length,
+        first_step=first_step,
+        reports_loss=plan.layout.tells_loss(world.rank),
+        before_update=before_update,
+        mark=tell(mark, nvtx_ranges()),
+        note=note,
+    )
+
+
+def make_feed(
+    job: Job, plan: Plan, world: World, group: dist.ProcessGroup | None, first_step: int, *, fill: bool
+) -> tuple[Feed, Length]:
+    """Return what reads this rank's samples, and how long to train; `group` joins the readers."""
+    reader = plan.layout.data_index(world.rank)
+    where = Reading(reader=reader, group=group, first_step=first_step, on_gpu=world.device.type == "cuda")
+    loader, length = make_loader(job, plan, where)
+    feed = Feed(
+        loader,
+        job.loss,
+        micro_batch=plan.micro_batch,
+        device=world.device,
+        fill=fill,
+        float_dtype=torch.float64 if plan.precision.compute == "fp64" else None,
+        group=world.axis_group(plan.layout, plan.reader_axes, on_host=True),
+        replicas=plan.layout.replicate if plan.communication.sync_every > 1 else 1,
+        cut=token_cut(job, plan, world),
+    )
+    return feed, length
+
+
+def draw_up(job: Job, plan: Plan, world: World) -> Blueprint:
+    """Return the blueprint of the job's model for this plan; called on every rank."""
+    blueprint = job_blueprint(
+        job.model,
+        seed=job.seed,
+        weights=job.weights,
+        rank=world.rank,
+        size=world.size,
+        double=plan.precision.parameter == "fp64",
+        local_size=world.local_size,
+        agree=lambda here: world.backend == "fake" or all(world.gather(here)),
+    )
+    check_dense(blueprint.module)
+    check_parameters(blueprint.module, plan)
+    if isinstance(blueprint.weights, BuiltWeights) and world.size > 1:
+        share_values(blueprint.module, world.device)  # a model may draw from what no seed reaches
+    if job.lora is not None:
+        blueprint = adapt_blueprint(blueprint, job.lora, seed=job.seed)
+    trainable_of(blueprint.module.named_parameters())  # here, since DDP refuses a frozen model in its own terms
+    check_dtypes(blueprint.module, plan, adapted=job.lora is not None)
+    if plan.layout.cp > 1:
+        check_context(blueprint.module, plan.layout, own_loss=not job.loss.by_row)
+    if job.masks == "keyed":
+        key_dropouts(blueprint.module, staged=plan.layout.pp > 1)
+    if plan.layout.tp == 1:
+        return blueprint
+    return replace(blueprint, tensor_rules=find_rules(blueprint.module, job.tensor_rules))
+
+
+def _lay_out(job: Job, blueprint: Blueprint, plan: Plan, place: Place) -> tuple[StageCut | None, nn.Module]:
+    """Put the model under the plan: whole, or as the list of this rank's stages."""
+    if plan.layout.pp == 1:
+        return None, apply_plan(blueprint, plan, place)
+    layers = find_layers(blueprint.module, job.layers)
+    cut = cut_layers(plan, count_layers(blueprint.module, layers))
+    stages = split_stages(
+        blueprint.module,
+        cut,
+        place.coordinate.pp,
+        layers=layers,
+        device=place.device,
+        dtype=LOWER.get(plan.precision.compute) if plan.zero >= 2 else None,
+    )
+    applied = torch.nn.ModuleList(apply_plan(replace(blueprint, module=stage), plan, place) for stage in stages)
+    share_copies(stages)
+    return cut, applied
+
+
+def find_place(plan: Plan, world: World) -> Place:
+    """Communicate to find this rank's place in the layout, its mesh and its fellow readers; called on every rank."""
+    layout = plan.layout.folded
+    return Place(
+        device=world.device,
+        layout=layout,
+        rank=world.rank,
+        mesh=world.mesh(layout) if layout.world_size > 1 else None,
+        readers=world.axis_group(layout, plan.reader_axes),
+        host_readers=world.axis_group(layout, plan.reader_axes, on_host=True),
+        context=world.axis_group(plan.layout, ("cp",)),
+    )
+
+
+def _make_update(job: Job, plan: Plan, world: World, model: nn.Module, gain: int) -> Update:
+    """Choose the update; communicates where a gradient is spread over ranks, to join those."""
+    parameters = [parameter for _, parameter in parameters_of(model) if parameter.requires_grad]
+    copies = tied_copies(stages_of(model)) if plan.layout.pp > 1 else ()  # type: ignore[arg-type]
+    cut_axes = tuple(axis for axis in ("shard", "tp") if axis != "shard" or plan.zero >= 2)
+    layout = plan.layout.folded
+    group = world.axis_group(layout, ("pp", *cut_axes))
+    norm = GradNorm(parameters, layout=layout, cut_axes=cut_axes, group=group, device=world.device, copies=copies)
+    return choose_update(
+        norm,
+        parameters=parameters,
+        whole=group is None,
+        clip_norm=job.clip_norm,
+        fp16_gain=gain if plan.precision.compute == "fp16" else None,
+    )
+
+
+def _first_check(
+    named: list[tuple[str, nn.Parameter]],
+    plan: Plan,
+    world: World,
+    note: Callable[[str], None],
+    sync: GradSync,
+) -> Callable[[Sequence[Tensor]], None] | None:
+    """Watch the first backward for parameters without gradient; a static graph must not be held back, nor needs it.
+
+    Communicates to join the ranks that sum gradients.
+    """
+    if plan.communication.static_graph and uses_ddp(plan):
+        return None
+    group = world.axis_group(plan.layout.folded, ("replicate", "shard"), on_host=True)
+    tp_group = world.axis_group(plan.layout, ("tp",), on_host=True)
+
+    def check(losses: Sequence[Tensor]) -> None:
+        refuse_sparse(named)
+        report_missing(without_gradient(named, group, sync.has_gradient), plan, note)
+        if tp_group is not None and world.backend != "fake":
+            mine = unequal_gradients(named, tp_group, DTYPES[plan.precision.compute], losses)
+            everyone: list[list[str]] = [[] for _ in range(world.size)]
+            dist.all_gather_object(everyone, mine, group=world.host_group)
+            refuse_unequal(next((names for names in everyone if names), []))
+
+    return check
+
+
+def _batch_checks(
+    job: Job, model: nn.Module, plan: Plan, world: World, note: Callable[[str], None]
+) -> tuple[Callable[[StepBatch], None], ...]:
+    """Return what looks at the first batches of ranks that hold one model together; communicates to join them."""
+    group = world.axis_group(plan.layout, ("pp", "cp", "tp"), on_host=True)
+    if group is None or world.backend == "fake":
+        return ()
+    batches = PeerBatches(group, token_cut(job, plan, world))
+    if plan.layout.cp == 1:
+        return (batches,)
+    return batches, TokenProbe(stages_of(model)[0], job.forward, world.host_group, note)
+
+
+def parallelize(model: nn.Module, plan: Plan, world: World) -> nn.Module:
+    """Put a plain module under `plan` on this rank's device, for people with their own loop; on every rank.
+
+    All ranks get rank 0's values. Make the optimizer afterwards. Gradients come out as in the plan's own engine: DDP
+    averages over readers, FSDP2 is set to do so too. Autocast belongs around the loop's own forward and loss, so
+    `plan.precision.compute` is left to it, except where FSDP2 casts shards.
+    """
+    check_own_loop(model, plan)
+    if plan.precision.parameter == "fp64":
+        model = model.double()
+    if world.size > 1:
+        share_values(model, world.device)
+    place = find_place(plan, world)
+    blueprint = real_blueprint(model)
+    if plan.layout.tp > 1:
+        blueprint = replace(blueprint, tensor_rules=find_rules(model, None))
+    parallel = apply_plan(blueprint, plan, place)
+    peers = world.axis_group(plan.layout, ("tp",), on_host=True)
+    if peers is not None and world.backend != "fake":
+        named = list(stages_of(parallel)[0].named_parameters())
+        dtype = DTYPES[plan.precision.compute]
+        watch_inputs(parallel, peers, lambda: refuse_unequal(unequal_gradients(named, peers, dtype)))
+    if isinstance(parallel, FSDPModule):
+        ReducedList(parallel, place.host_readers, by_itself=True)
+    for part in parallel.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(float(plan.layout.dp))
+    return parallel
+
+
+def report_missing(missing: dict[int, list[str]], plan: Plan, note: Callable[[str], None]) -> None:
+    """Name parameters that got no gradient: under DDP that would leave others unsummed, so it is refused there."""
+    if not missing:
+        return
+    words = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in missing.items())
+    if uses_ddp(plan) and not plan.communication.find_unused_parameters:
+        raise JobError(
+            f"parameters got no gradient in the first step ({words})",
+            code="train.unused-parameters",
+            fix="freeze them, use them, or --set communication.find_unused_parameters=true",
+        )
+    note(f"parameters without gradient in the first step: {words}")

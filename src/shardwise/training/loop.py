@@ -1,0 +1,154 @@
+"""The training loop, from the first step to the report."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from shardwise.data.loaders import dataset_of
+from shardwise.errors import TrainingError
+from shardwise.training.build import build_step
+from shardwise.training.evaluate import evaluate
+from shardwise.training.journal import Journal
+from shardwise.training.replicas import Replicas, ReplicaSpec
+from shardwise.training.saving import Saving
+from shardwise.training.start import start_report
+from shardwise.training.stop import stop_requests
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardwise.dist import World
+    from shardwise.job import Job
+    from shardwise.plans import Plan
+    from shardwise.runs import EventLog
+    from shardwise.runs.timeline import Timeline
+    from shardwise.training.saving import SavingSpec
+    from shardwise.training.step.marks import Mark
+    from shardwise.training.step.step import Step
+
+
+class TrainReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a training came to."""
+
+    steps: int
+    """Of the whole training, those before `first_step` included."""
+    first_step: int
+    """Where this run began: 0, or the step of the checkpoint that it resumed from."""
+    samples: int
+    """Of the steps from `first_step` on."""
+    skipped: int
+    """Steps whose gradient was not finite, on which the optimizer stood still."""
+    loss: float
+    """Mean over the global batch of the last step."""
+    evaluation: dict[str, float]
+    """Loss and metrics over the whole test split after the last step; empty without one."""
+    training_s: float
+    """From the first step's start to the last step's end, evaluations included."""
+    samples_per_s: float
+
+
+def run_loop(
+    job: Job,
+    plan: Plan,
+    world: World,
+    events: EventLog,
+    timeline: Timeline,
+    *,
+    saving_spec: SavingSpec | None = None,
+    replica_spec: ReplicaSpec | None = None,
+    mark: Mark | None = None,
+) -> tuple[TrainReport, Step]:
+    """Train `job` under `plan` to its end; called on every rank. Returns the report and the step that got there.
+
+    With a `saving_spec` it goes on where the last one ended, saves as told, and leaves when it is asked to stop.
+    `replica_spec` says how often what should be equal over ranks is compared; None: as by default.
+    `mark(phase, step)` is told when each phase of `run.recorder.PHASES` between the first and the last begins.
+    """
+    saving = Saving(saving_spec, job, plan, world, events) if saving_spec is not None else None
+    replicas = Replicas(replica_spec or ReplicaSpec(), plan, world, events)
+    step = _begin(job, plan, world, events, saving, before_update=replicas.tap if world.size > 1 else None, mark=mark)
+    first_step = step.number
+    test_set = dataset_of(job, "test")
+    timeline.mark("model and data")
+    events.write("start", **start_report(job, plan, world, step))
+    replicas.start(step)
+
+    journal = Journal(world, events, step.mark)
+    evaluation: dict[str, float] = {}
+    began = time.perf_counter()
+    step.mark("data", first_step)
+    with stop_requests() as stop:
+        for batch in step.feed:
+            report = step(batch)
+            if job.on_step is not None:
+                job.on_step(report)
+            if report.number == first_step:
+                timeline.mark("first step")
+            is_last = report.number + 1 == step.length.num_steps
+            is_end = is_last or step.length.ends_epoch(report.number)
+            # What a checkpoint holds is in the log before it: a crash leaves no gap in the curve.
+            is_due = is_end or (saving is not None and saving.is_due(step))
+            is_stopping = journal.add(report, publish=is_due, stop=stop.is_set)
+            replicas.after(step, batch, is_due=is_due)
+            if test_set is not None and is_end:
+                step.mark("evaluate", step.number)
+                evaluation = evaluate(job, plan, world, step=step, dataset=test_set)
+                events.write("evaluation", step=step.number, epoch=report.cursor.epoch, values=evaluation)
+                journal.restart_clock()
+                step.mark("data", step.number)
+            if saving is not None:
+                saving.after(step, evaluation if is_end else {}, is_stopping=is_stopping and not is_last)
+    if saving is not None:
+        step.mark("save", step.number)
+        saving.finish()
+    training_s = time.perf_counter() - began
+    result = _conclude(journal, step.number, first_step, evaluation, training_s)
+    events.write("end", **msgspec.to_builtins(result))
+    return result, step
+
+
+def _begin(
+    job: Job,
+    plan: Plan,
+    world: World,
+    events: EventLog,
+    saving: Saving | None,
+    *,
+    before_update: Callable[[], None] | None,
+    mark: Mark | None,
+) -> Step:
+    """Build the step, and put the state of the training that it goes on from into it; on every rank."""
+
+    def note(text: str) -> None:
+        events.write("note", text=text)
+
+    def build(first_step: int) -> Step:
+        return build_step(job, plan, world, note=note, before_update=before_update, first_step=first_step, mark=mark)
+
+    resumed = saving.resume(build) if saving is not None else None
+    return resumed if resumed is not None else build(0)
+
+
+def _conclude(
+    journal: Journal, steps: int, first_step: int, evaluation: dict[str, float], training_s: float
+) -> TrainReport:
+    """Sum up; a training that learnt nothing is an error."""
+    if journal.skipped == steps - first_step > 0:
+        raise TrainingError(
+            f"all {journal.skipped} steps were skipped: no gradient was finite, so nothing was learnt",
+            code="train.no-finite-gradient",
+            fix="lower the learning rate, set clip_norm, or look for NaN in the data and the loss",
+        )
+    return TrainReport(
+        steps=steps,
+        first_step=first_step,
+        samples=journal.samples,
+        skipped=journal.skipped,
+        loss=journal.loss,
+        evaluation=evaluation,
+        training_s=training_s,
+        samples_per_s=journal.samples / training_s,
+    )

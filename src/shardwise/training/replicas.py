@@ -1,0 +1,163 @@
+"""Replicas: weights and buffers that should be equal over ranks are compared now and then, and drift is explained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shardwise.data.rows import tensors
+from shardwise.errors import TrainingError
+from shardwise.layout.layout import AXES
+from shardwise.parallel.gradsync import local
+from shardwise.parallel.support import uses_ddp
+from shardwise.recorder.fingerprint import combined, fingerprints, settings_print
+from shardwise.runs.drift import Copies, Drift, Evidence, decide, first_unequal
+from shardwise.training.repeat import GradientTap, repeat_step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+    from shardwise.data.feed import StepBatch
+    from shardwise.dist import World
+    from shardwise.layout import Layout
+    from shardwise.plans import Plan
+    from shardwise.runs import EventLog
+    from shardwise.training.step.step import Step
+
+CHECK_EVERY = 1000
+"""Steps between checks, by default. One reads the weights once, less than an update does."""
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaSpec:
+    """How often replicas are compared, and what follows when they differ."""
+
+    every: int = CHECK_EVERY
+    """Steps between checks; 0 makes none."""
+    stop: bool = False
+    """Whether drift ends the training; else it is told, once."""
+
+
+class Replicas:
+    """Compares replicas before the first step, after it, and whenever it is time; on every rank alike."""
+
+    def __init__(self, spec: ReplicaSpec, plan: Plan, world: World, events: EventLog) -> None:
+        self.tap = GradientTap()
+        """Belongs between backward and update of the step that is to be watched."""
+        self._spec, self._plan, self._world, self._events = spec, plan, world, events
+        self._is_on = spec.every > 0 and world.size > 1 and world.backend != "fake"
+        self._first = 0
+        self._last_equal: int | None = None
+
+    def start(self, step: Step) -> None:
+        """Compare before the first update; communicates over the world, on every rank."""
+        self._first = step.number
+        if self._is_on:
+            self._check(step, None)
+
+    def after(self, step: Step, batch: StepBatch, *, is_due: bool) -> None:
+        """Compare after a step if it is due or time to; then communicates over the world, on every rank."""
+        length, number = step.length, step.number
+        if not self._is_on or not length.syncs_after(number):
+            return
+        if is_due or self._last_equal == self._first or length.is_due(number, self._spec.every):
+            step.mark("publish", step.number)
+            self._check(step, batch)
+            step.mark("data", step.number)
+
+    def _check(self, step: Step, batch: StepBatch | None) -> None:
+        found = first_unequal(self._compare(step))
+        if found is None:
+            self._last_equal = step.number
+            return
+        copies, others = found
+        if step.length.sync_every > 1 and batch is not None:
+            evidence = Evidence(same_samples=True)  # gradients of a replica's own are unequal, and prove nothing
+        else:
+            evidence = Evidence(at_start=True) if batch is None else self._investigate(step, batch, copies)
+        self._is_on = False  # what differs will go on to
+        drift = Drift(
+            step=step.number, last_equal=self._last_equal, copies=copies, others=others, cause=decide(evidence)
+        )
+        if self._spec.stop:
+            raise TrainingError(str(drift), code="train.replicas-drifted")
+        if self._world.is_main:
+            self._events.write("verdict", text=str(drift))
+
+    def _compare(self, step: Step) -> list[Copies]:
+        """Return the copies of every tensor, none if all are equal; communicates over the world."""
+        named = list(_replicated(step, self._plan))
+        prints = fingerprints([tensor for _, _, tensor in named])
+        here = {name: (axes, value) for (name, axes, _), value in zip(named, prints, strict=True)}
+        by_axes = {axes: [value for each, value in here.values() if each == axes] for axes, _ in here.values()}
+        # One number for all tensors first: with thousands of ranks, one of each would be megabytes.
+        totals = self._gather({axes: combined(values) for axes, values in by_axes.items()})
+        layout = self._plan.layout.folded
+        groups = {axes: layout.groups(*axes) for total in totals for axes in total}
+        if not any(
+            len({totals[rank].get(axes) for rank in ranks}) > 1 for axes, cut in groups.items() for ranks in cut
+        ):
+            return []
+        everyone = self._gather(here)
+        return list(_copies(everyone, groups))
+
+    def _investigate(self, step: Step, batch: StepBatch, copies: Copies) -> Evidence:
+        """Repeat the step and compare what went into it; communicates over the world, on every rank."""
+        samples = combined(fingerprints([each for micro in batch.micro_batches for each in tensors(micro.batch)]))
+        repeated = repeat_step(step, batch, self.tap, copies.name)
+        everyone = self._gather((repeated, samples, settings_print(step.optimized.param_groups)))
+        there = {rank: everyone[rank] for rank in copies.prints}
+        gradients = {rank: run.gradients for rank, (run, _, _) in there.items()}
+        has_gradient = any(pair is not None for pair in gradients.values())
+        found = {rank: pair and pair[0] for rank, pair in gradients.items()} if has_gradient else copies.prints
+        return Evidence(
+            gradients_equal=len(set(found.values())) == 1 if has_gradient else None,
+            same_samples=len({(each, found[rank]) for rank, (_, each, _) in there.items()})
+            > len({each for _, each, _ in there.values()}),
+            settings_equal=len({each for _, _, each in there.values()}) == 1,
+            unsteady_gradient=frozenset(rank for rank, pair in gradients.items() if pair and pair[0] != pair[1]),
+            unsteady_update=frozenset(rank for rank, (run, _, _) in there.items() if run.values[0] != run.values[1]),
+            is_step_cleared=True,
+        )
+
+    def _gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self._world.size
+        dist.all_gather_object(values, value, group=self._world.host_group)
+        return values
+
+
+def _replicated(step: Step, plan: Plan) -> Iterator[tuple[str, Axes, Tensor]]:
+    """Yield what this rank holds that others hold alike, with the axes along which they do."""
+    for name, parameter in step.named_parameters():
+        if axes := replica_axes(parameter, plan.layout.folded):
+            yield name, axes, local(parameter.detach())
+    broadcast = plan.communication.broadcast_buffers and uses_ddp(plan)
+    for name, buffer in step.common_buffers(broadcast=broadcast).items():
+        if axes := replica_axes(buffer, plan.layout.folded):
+            yield name, axes, local(buffer.detach())
+
+
+def replica_axes(tensor: Tensor, layout: Layout) -> Axes:
+    """Return the axes along which ranks hold this tensor alike: those that do not cut it, and no stages."""
+    cut = {"pp"}
+    if isinstance(tensor, DTensor):
+        names = tensor.device_mesh.mesh_dim_names or ()
+        cut |= {name for name, place in zip(names, tensor.placements, strict=True) if not place.is_replicate()}
+    return tuple(axis for axis in AXES if axis not in cut and getattr(layout, axis) > 1)
+
+
+def _copies(
+    everyone: list[dict[str, tuple[Axes, int]]], groups: Mapping[Axes, tuple[tuple[int, ...], ...]]
+) -> Iterator[Copies]:
+    for rank, here in enumerate(everyone):
+        for name, (axes, _) in here.items():
+            ranks = next(ranks for ranks in groups[axes] if rank in ranks)
+            if rank == ranks[0]:
+                yield Copies(name=name, prints={each: everyone[each][name][1] for each in ranks})

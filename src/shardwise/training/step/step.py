@@ -1,0 +1,187 @@
+"""The Step protocol and what a step reports."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import torch
+
+from shardwise.training.step.marks import Mark, nobody
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    import torch.distributed as dist
+    from torch import Tensor, nn
+
+    from shardwise.data.cursor import Cursor
+    from shardwise.data.feed import Feed, MicroBatch, StepBatch
+    from shardwise.job import Metric
+    from shardwise.parallel.gradsync import GradSync
+    from shardwise.parallel.optimizer import Optimized
+    from shardwise.training.length import Length
+    from shardwise.training.step.held import Forms, Held
+    from shardwise.training.step.update import Update
+
+NOTHING = nullcontext()
+"""One for all: making one costs 0.3 us a step."""
+
+
+class StepReport(msgspec.Struct, frozen=True, gc=False):
+    """What one optimizer step did. Tensors stay on the device until somebody reads them."""
+
+    number: int
+    """Counted from 0 over the whole training."""
+    cursor: Cursor
+    """Where the step's samples begin in the stream."""
+    loss_sum: Tensor
+    """Over this rank's real rows; 0 where a tensor-parallel peer already reports the same rows, and on pipeline stages
+    before the last: summed over all ranks, every row counts once."""
+    samples: int
+    """Real samples over all readers."""
+    denominator: float
+    """What the loss counts, over all readers; where replicas train on their own, as if each counted what this does."""
+    lr: float
+    """Learning rate of the first parameter group."""
+    grad_norm: Tensor | None
+    """Norm of the whole gradient before clipping; None when nothing needed it."""
+    skipped: Tensor | float
+    """1.0 when the gradient was not finite and the optimizer stood still; on all ranks of a step alike; else 0.0."""
+
+    @property
+    def loss_share(self) -> Tensor:
+        """This rank's share of the loss: summed over all ranks, under every plan, the mean over the global batch.
+
+        `world.sum({"loss": float(report.loss_share)})["loss"]` is therefore the global loss, equal on every rank.
+        """
+        return self.loss_sum / (self.denominator or 1)  # 0: nothing counts, and the sum is 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Autocast:
+    """Lower precision around forward and loss only: around more, its cache would keep stale weights."""
+
+    device_type: str
+    dtype: torch.dtype | None
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        """Enter around one forward pass and its loss."""
+        if self.dtype is None:
+            return NOTHING
+        return torch.autocast(self.device_type, self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What a step is told of besides its model."""
+
+    feed: Feed
+    length: Length
+    first_step: int = 0
+    """Steps done before this training began: those of the one it resumes."""
+    reports_loss: bool = True
+    """False on a rank whose tensor-parallel peer reports the loss of the same rows."""
+    before_update: Callable[[], None] | None = None
+    """Looks at the gradients of every step when they are summed, before they are clipped."""
+    mark: Mark = nobody
+    """Is told when a phase of a step begins."""
+    note: Callable[[str], None] = lambda _: None
+    """Gets remarks for the user."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepParts(Surroundings):
+    """What a step of any kind is made from."""
+
+    optimized: Optimized
+    sync: GradSync
+    update: Update
+    autocast: Autocast
+    origin: str = ""
+    """Where the first weights came from, in words."""
+    after_first_backward: Callable[[Sequence[Tensor]], None] | None = None
+    """Looks at the first gradients before they are summed; gets this rank's loss sums of the micro-batches."""
+    batch_checks: tuple[Callable[[StepBatch], None], ...] = ()
+    """Look at the batches of the first steps, and refuse what would train wrongly on them; on every rank."""
+
+
+class Step(Protocol):
+    """One optimizer step under any strategy and any engine; the mode is chosen once, at build."""
+
+    feed: Feed
+    model: Any
+    """The user's own module as it is trained: torch's under its strategy, or another engine's."""
+    optimizer: Any
+    """The engine's own."""
+    optimized: Optimized
+    length: Length
+    origin: str
+    """Where the first weights came from, in words."""
+    number: int
+    """Steps done."""
+    base_rates: list[float]
+    """Learning rate of each parameter group before the schedule."""
+    mark: Mark
+    """Is told by the step when forward, backward and optimizer begin, and that what follows the step is the data of
+    the next; a loop tells it what else it does between steps. May be set between steps."""
+
+    def __call__(self, batch: StepBatch) -> StepReport:
+        """Train on one global batch; called on every rank."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the parameters that this rank has a part in, a cut one as a whole."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield what this rank holds of the model, under the names of the user's own module."""
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the buffers whose values count on this rank, by name."""
+
+    def common_buffers(self, *, broadcast: bool) -> dict[str, Tensor]:
+        """Return the buffers that ranks hold alike; with `broadcast` some are equal only in forward."""
+
+    def tied(self) -> dict[str, str]:
+        """Return the other names of shared parameters, each with the one it is saved under."""
+
+    def held(self) -> Held:
+        """Return the values and optimizer states of this rank, to be read; may communicate, on every rank."""
+
+    def room(self, saved: Forms) -> Held:
+        """Return tensors to be filled, with the optimizer states in `saved`; `optimized.refresh` takes them over.
+
+        What is not filled keeps the value it has.
+        """
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """Communicate over the world to return the state dict of the user's own model on rank 0, {} elsewhere."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of a step while they are summed and not yet used; may communicate, on every rank."""
+
+    def own_gradients(self) -> dict[str, Tensor]:
+        """Return this rank's own part of them; no communication."""
+
+    def put_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Replace this rank's own gradients before they are used."""
+
+    def evaluating(self, readers: dist.ProcessGroup | None) -> AbstractContextManager[None]:
+        """Put the model into evaluation, with one set of buffers for all readers; communicates over their group."""
+
+    def measure(self, micro_batch: MicroBatch, measures: Mapping[str, Metric]) -> dict[str, float]:
+        """Return sum (name) and count (name/count) of each measure over real rows, {} where others know them."""
+
+    def random_state(self) -> dict[str, Tensor]:
+        """Return the states, as bytes, of the generators that a step draws from, by name."""
+
+    def set_random_state(self, states: Mapping[str, Tensor]) -> None:
+        """Go on drawing where `random_state` was called; of another engine's, what is known is taken."""
+
+    def seed(self, number: int) -> None:
+        """Begin fresh streams of random numbers."""
+
+    def snapshot(self) -> Callable[[], None]:
+        """Keep this moment's values, states and streams, but no number; returns what brings them back."""

@@ -1,0 +1,97 @@
+"""Training a job in this world, and the files it leaves in its run directory."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from shardwise.planner.settle import with_engine_of
+from shardwise.runs import EventLog
+from shardwise.runs.keep import parse_keep
+from shardwise.runs.progress import ProgressView
+from shardwise.runs.recorder import Recorder
+from shardwise.runs.report import write_report
+from shardwise.runs.timeline import Timeline
+from shardwise.training.export import export_adapters, write_weights
+from shardwise.training.loop import TrainReport, run_loop
+from shardwise.training.replicas import CHECK_EVERY, ReplicaSpec
+from shardwise.training.saving import SavingSpec
+
+if TYPE_CHECKING:
+    from shardwise.dist import World
+    from shardwise.job import Job
+    from shardwise.plans import Plan
+    from shardwise.runs import RunDirectory
+
+
+def train(
+    job: Job,
+    plan: Plan,
+    world: World,
+    *,
+    run: RunDirectory | None = None,
+    show_progress: bool = True,
+    timeline: Timeline | None = None,
+    save_every: int = 0,
+    keep: int | str = 3,
+    must_save: bool = False,
+    resume: str = "auto",
+    check_replicas: int = CHECK_EVERY,
+    on_drift: str = "report",
+) -> TrainReport:
+    """Train `job` under `plan` in a world that is already there; called on every rank, starts no processes.
+
+    With `run`, events, the last phases, checkpoints, the trained weights and a report are written there; rank 0 shows
+    progress unless told not to. `save_every` counts optimizer steps (0: only when asked to stop); `keep` is how many
+    checkpoints stay, or rules such as "3,2d,max:accuracy"; with `must_save` a save that fails ends the training, else
+    it is told; `resume` is "auto" (the newest good one of this run), "never", or the path of a checkpoint or a run.
+    Weights that should be equal over ranks are compared every `check_replicas` steps (0: never); where they are not,
+    `on_drift` is "report" or "stop".
+    """
+    plan = with_engine_of(plan, job)
+    timeline = timeline or Timeline(time.time())
+    view = ProgressView.on_stderr() if show_progress and world.is_main else None
+    events = EventLog(run.events(world.rank) if run else None, view.show if view else None)
+    recorder = _open_recorder(run, world.rank, events) if run is not None else None
+    try:
+        saving = None
+        if run is not None:
+            saving = SavingSpec(
+                folder=run.checkpoints, every=save_every, keep=parse_keep(str(keep)), must_save=must_save, resume=resume
+            )
+        report, step = run_loop(
+            job,
+            plan,
+            world,
+            events,
+            timeline,
+            saving_spec=saving,
+            replica_spec=ReplicaSpec(every=check_replicas, stop=on_drift == "stop"),
+            mark=recorder.mark if recorder else None,
+        )
+        if run is not None:
+            write_weights(step.whole_weights(), run.weights)
+            if job.lora is not None:
+                export_adapters(step.model, run.adapter, base=job.weights)
+        if run is not None and world.is_main:
+            timeline.write(run.timeline)
+            write_report(run, report, timeline.phases)
+        step.mark("end", step.number)
+    finally:
+        events.close()
+        if recorder is not None:
+            recorder.close()
+        if view is not None:
+            view.close()
+    return report
+
+
+def _open_recorder(run: RunDirectory, rank: int, events: EventLog) -> Recorder | None:
+    """Begin this rank's record; where a file cannot be mapped or the disk is full, training goes on without."""
+    try:
+        recorder = Recorder(run.recorder(rank))
+    except OSError as error:
+        events.write("note", text=f"phases are not recorded: {error}")
+        return None
+    recorder.mark("start", 0)
+    return recorder

@@ -1,6 +1,0 @@
-"""Parity on the user's own job: every plan trained beside one process, and what differs named."""
-
-from shardwise.verify.report import Finding, Gap, PlanVerdict, VerifyReport
-from shardwise.verify.verify import verify
-
-__all__ = ["Finding", "Gap", "PlanVerdict", "VerifyReport", "verify"]

@@ -1,0 +1,141 @@
+"""Chapter 2 of the gallery: the commands of its README run, and what it says of sharding holds."""
+
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import shardwise as sw
+from e2e.gallery import EXAMPLES, ROOT, Chapter, losses
+from shardwise.testing import run_ranks
+
+pytestmark = pytest.mark.timeout(300)
+
+CHAPTER = Chapter(EXAMPLES / "02-fsdp")
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Import a script of the chapter."""
+    monkeypatch.syspath_prepend(CHAPTER.folder)
+    return importlib.import_module
+
+
+@pytest.mark.prove
+def test_fsdp_basics_has_the_same_losses_on_any_mesh(tmp_path):
+    lines = CHAPTER.commands("fsdp_basics.py")
+    assert len(lines) == 3
+    one, low, hybrid = (losses(CHAPTER.run(f"{line} --steps 10 --report 5", tmp_path)) for line in lines)
+    assert one == pytest.approx(hybrid, abs=2e-4)
+    assert one == pytest.approx(low, abs=2e-2)
+    assert one[-1] < one[0] - 1
+    assert (tmp_path / "runs/fsdp_basics.pt").is_file()
+
+
+@pytest.mark.slow
+def test_fsdp_transformer_trains_in_a_loop_of_ones_own(tmp_path, launched):
+    lines = launched(CHAPTER.commands("fsdp_transformer.py", "--plan", "per"))
+    full, low = (losses(CHAPTER.run(f"{line} --steps 4", tmp_path)) for line in lines)
+    assert full == pytest.approx(low, abs=2e-2)
+
+
+@pytest.mark.prove
+def test_fsdp_transformer_trains_as_a_job(tmp_path):
+    [line] = CHAPTER.commands("shardwise train")
+    output = CHAPTER.run(f"{line} --set steps=4", tmp_path)
+    assert "recompute      full" in output
+    assert losses(output)[-1] < losses(output)[0]
+
+
+@pytest.mark.prove
+def test_fsdp_checkpoint_goes_on_with_another_number_of_processes(tmp_path, launched):
+    lines = launched(line for line in CHAPTER.commands("fsdp_checkpoint.py") if "--measure" not in line)
+    save, resume, asynchronous, full, own, own_resumed = (CHAPTER.run(line, tmp_path) for line in lines)
+    assert "resumed from runs/fsdp_checkpoint/step-00000010 on 1 processes" in resume
+    assert "resumed from runs/shardwise/training/step-00000010 on 1 processes" in own_resumed
+    assert [losses(output) for output in (asynchronous, full, own)] == [losses(save)] * 3
+    assert losses(resume) == losses(own_resumed)
+    assert losses(resume)[-1] < losses(save)[0]
+
+
+@pytest.mark.prove
+def test_the_table_of_ways_to_save_has_the_rows_of_a_fresh_run(tmp_path, launched):
+    [line] = launched(CHAPTER.commands("fsdp_checkpoint.py", "--measure"))
+    row = re.compile(r"^\| (\w+) \| \d+\.\d\d \| \d+\.\d\d \| \d+\.\d\d \| \d+\.\d\d \|$", re.MULTILINE)
+    measured = row.findall(CHAPTER.run(line, tmp_path))
+    assert measured == ["full", "sharded", "async", "shardwise"]
+    assert row.findall(CHAPTER.readme) == measured
+    assert list((tmp_path / "runs" / "fsdp_checkpoint").iterdir()) == []
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "async", "full", "shardwise"])
+def test_a_resumed_training_has_the_losses_of_an_uninterrupted_one(strategy, script, tmp_path):
+    chapter = script("fsdp_checkpoint")
+
+    def body(world, steps, resumed):
+        checkpoints = chapter.Checkpoints()
+        model = chapter.sharded_model(chapter.make_mesh(world.device))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+        first = checkpoints.resume(model, optimizer, tmp_path) if resumed else 0
+        text = chapter.load_text(10_000)
+        found = [
+            chapter.train_step(model, optimizer, chapter.global_batch(text, step, 24), accumulate=1)
+            for step in range(first, steps)
+        ]
+        if not resumed:
+            checkpoints.save(model, optimizer, tmp_path / f"step-{steps:08d}", strategy)()
+        checkpoints.close()
+        return found
+
+    whole = run_ranks(body, 2, 5, False)[0]
+    for path in tmp_path.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    run_ranks(body, 2, 3, False)
+    for nproc in (1, 2, 3):
+        assert run_ranks(body, nproc, 5, True)[0] == pytest.approx(whole[3:], rel=1e-5)
+
+
+def test_sharded_weights_are_those_of_a_plain_module(script):
+    basics = script("fsdp_basics")
+
+    def body(world):
+        model = basics.sharded_model(basics.make_mesh(world.device, replicate=2))
+        return sw.full_state_dict(model)
+
+    torch.manual_seed(0)
+    torch.testing.assert_close(run_ranks(body, 4)[0], basics.NextByte().state_dict(), rtol=0, atol=0)
+
+
+def test_fsdp_basics_without_a_launcher_says_what_to_type(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    line = [sys.executable, str(CHAPTER.folder / "fsdp_basics.py")]
+    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "start it by torchrun --nproc_per_node=2 fsdp_basics.py"
+
+
+def table(text: str) -> dict[str, list[float]]:
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r"\| [A-Z].* \d+\.\d\d \|$", line)]
+    return {name: [float(number) for number in numbers] for name, *numbers in rows}
+
+
+@pytest.mark.prove
+def test_the_table_of_strategies_is_what_a_fresh_run_measures(tmp_path, launched):
+    [line] = launched(CHAPTER.commands("measure_strategies.py"))
+    measured = table(CHAPTER.run(line, tmp_path))
+    shown = table((CHAPTER.folder / "sharding_strategies.md").read_text())
+    assert measured.keys() == shown.keys()
+    assert len(shown) == 5
+    for name, numbers in shown.items():
+        assert measured[name][:-1] == numbers[:-1]
+        assert measured[name][-1] == pytest.approx(numbers[-1], rel=0.02)  # TCP sends some bytes twice
+
+
+def test_every_command_of_the_readme_is_run_here():
+    scripts = {word for line in CHAPTER.commands() for word in line.split() if word.endswith(".py")}
+    assert scripts == {"fsdp_basics.py", "fsdp_transformer.py", "fsdp_checkpoint.py", "measure_strategies.py"}

@@ -1,0 +1,363 @@
+"""`shardwise launch` beside torchrun: the same scripts, the same variables, and nothing left behind."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from e2e.processes import wait_for, working_in
+
+LAUNCH = [sys.executable, "-m", "shardwise", "launch"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+SCRIPT = """
+import atexit, os, signal, sys, time
+import torch, torch.distributed as dist
+
+atexit.register(lambda: os.write(1, f"atexit {os.environ['RANK']}\\n".encode()))
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+dist.init_process_group("gloo")
+rank, total = dist.get_rank(), torch.ones(1)
+dist.all_reduce(total)
+os.write(1, f"sum {rank} {int(total)} {sys.argv[1:]} {__name__}\\n".encode())  # one write per line
+if "kill" in sys.argv and rank == 1 and attempt < int(sys.argv[-1]):
+    os.kill(os.getpid(), signal.SIGKILL)
+if "raise" in sys.argv and rank == 1:
+    raise ValueError("rank one is tired")
+if "leave" in sys.argv and rank == 1:
+    os._exit(7)
+if "sleep" in sys.argv:
+    time.sleep(100)
+if "ignore" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("waiting", flush=True)
+    time.sleep(200)
+if "save" in sys.argv:
+    def save(*_):
+        print("saved", rank, flush=True)
+        sys.exit(75)
+    signal.signal(signal.SIGTERM, save)
+    signal.signal(signal.SIGUSR1, save)
+    print("waiting", flush=True)
+    time.sleep(100)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def run(folder, command, **environ):
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, timeout=200, env={**os.environ, **environ}
+    )
+
+
+def launch(folder, *arguments, **environ):
+    return run(folder, [*LAUNCH, *arguments], **environ)
+
+
+def test_script_runs_as_under_torchrun(folder):
+    ours = launch(folder, "--nproc_per_node=2", "script.py", "--lr", "1")
+    theirs = run(folder, [*TORCHRUN, "--standalone", "--nproc_per_node=2", "script.py", "--lr", "1"])
+    assert ours.returncode == theirs.returncode == 0, ours.stderr
+    assert sorted(ours.stdout.splitlines()) == sorted(theirs.stdout.splitlines())
+    assert "atexit 1" in ours.stdout
+    assert not working_in(folder)
+
+
+def test_variables_are_torchruns(folder):
+    # One write per line: torchrun's ranks share a pipe.
+    (folder / "variables.py").write_text(
+        "import json, os; os.write(1, (json.dumps(dict(os.environ)) + chr(10)).encode())"
+    )
+
+    def variables(command):
+        lines = run(folder, [*command, "--nproc_per_node=2", "variables.py"]).stdout.splitlines()
+        return {env["RANK"]: env for env in map(json.loads, lines)}
+
+    ours, theirs = variables(LAUNCH), variables([*TORCHRUN, "--standalone"])
+    names = {name for name in theirs["0"] if re.match(r"RANK|LOCAL_|WORLD_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_", name)}
+    missing = names - set(ours["0"]) - {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
+    assert not missing
+    same = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "ROLE_RANK",
+        "TORCHELASTIC_RESTART_COUNT",
+    )
+    assert all(ours[rank][name] == theirs[rank][name] for rank in ("0", "1") for name in same)
+
+
+def test_module_spawned_workers_and_pickles_find_their_way_back(folder):
+    (folder / "spawning.py").write_text(
+        "import multiprocessing as mp, os, sys, pickle\n"
+        "def work(rank): print('spawned', rank, __name__, flush=True)\n"
+        "class Thing: pass\n"
+        "if __name__ == '__main__':\n"
+        "    import torch.multiprocessing as tmp\n"
+        "    tmp.spawn(work, nprocs=1)\n"
+        "    assert type(pickle.loads(pickle.dumps(Thing()))) is Thing\n"
+        "    print('main', sys.argv[1:], __spec__ is not None, flush=True)\n"
+    )
+    as_script = launch(folder, "--nproc", "1", "spawning.py", "x")
+    assert as_script.returncode == 0, as_script.stderr
+    assert "spawned 0 __mp_main__" in as_script.stdout
+    assert "main ['x'] False" in as_script.stdout
+    as_module = launch(folder, "-m", "spawning", "y")
+    assert "main ['y'] True" in as_module.stdout, as_module.stderr
+
+
+@pytest.mark.parametrize("warm", [[], ["--warm"]])
+def test_ranks_under_a_profiler_are_fresh_processes_and_that_is_said(folder, warm):
+    (folder / "fresh.py").write_text("import sys; print('torch' in sys.modules)")
+    done = launch(folder, *warm, "fresh.py", NSYS_PROFILING_SESSION_ID="1")
+    assert done.stdout == "False\n", done.stderr
+    assert "a profiler is here (NSYS_PROFILING_SESSION_ID)" in done.stderr
+
+
+def test_program_that_is_not_python(folder):
+    done = launch(folder, "--nproc", "2", "--no-python", "sh", "-c", "echo rank $RANK of $WORLD_SIZE")
+    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"], done.stderr
+
+
+def test_restart_after_kill_and_then_success(folder):
+    done = launch(folder, "--nproc", "2", "--max-restarts", "3", "script.py", "kill", "2")
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 failed; restart 2 of 3" in done.stderr
+    assert not working_in(folder)
+
+
+def test_fresh_processes_meet_and_restart_too(folder):
+    done = launch(folder, "--nproc", "2", "--start-method", "spawn", "--max-restarts", "1", "script.py", "kill", "1")
+    assert done.returncode == 0, done.stderr
+    assert not working_in(folder)
+
+
+@pytest.mark.parametrize(
+    ("how", "last"),
+    [
+        ("raise", "rank 1 failed first: ValueError: rank one is tired"),
+        ("kill", "rank 1 failed first: SIGKILL (usually the kernel when host memory runs out, or kill -9)"),
+        ("leave", "rank 1 failed first: exit code 7"),
+    ],
+)
+def test_report_ends_with_the_root_cause(folder, how, last):
+    done = launch(folder, "--nproc", "2", "script.py", how, "9")
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-2].startswith(last), done.stderr
+    assert done.stderr.count("in <module>") <= 2, done.stderr  # one traceback each, also of the rank that failed first
+    assert done.stderr.count('raise ValueError("rank one is tired")') == (how == "raise"), done.stderr
+    assert not working_in(folder)
+
+
+@pytest.mark.parametrize(
+    ("method", "number", "code"),  # every signal and method: test_launch_proofs, in `make prove`
+    [
+        ("fork", signal.SIGINT, 130),
+        ("fork", signal.SIGTERM, 130),
+        ("fork", signal.SIGHUP, 130),
+        ("fork", signal.SIGKILL, -9),
+        ("spawn", signal.SIGTERM, 130),
+        ("spawn", signal.SIGKILL, -9),
+    ],
+)
+def test_nothing_outlives_the_launcher(folder, method, number, code):
+    output = folder / "out"
+    with output.open("w") as file:
+        launcher = subprocess.Popen(
+            [*LAUNCH, "--nproc", "2", "--start-method", method, "script.py", "sleep"],
+            cwd=folder,
+            stdout=file,
+            stderr=file,
+        )
+    wait_for(lambda: output.read_text().count("sum") == 2, seconds=120)
+    launcher.send_signal(number)
+    assert launcher.wait(25) == code
+    wait_for(lambda: not working_in(folder), seconds=30)
+
+
+def test_ranks_that_ignore_sigterm_are_killed_by_a_second_ctrl_c(folder):
+    output = folder / "out"
+    with output.open("w") as file:
+        launcher = subprocess.Popen(
+            [*LAUNCH, "--nproc", "2", "script.py", "ignore"], cwd=folder, stdout=file, stderr=file
+        )
+    wait_for(lambda: output.read_text().count("waiting") == 2, seconds=120)
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert launcher.poll() is None
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(25) == 130  # asked once only, they would have 30 s
+    assert not working_in(folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_stop_request_lets_ranks_save_and_ends_with_75(folder, number):
+    output = folder / "out"
+    with output.open("w") as file:
+        launcher = subprocess.Popen(
+            [*LAUNCH, "--nproc", "2", "script.py", "save"], cwd=folder, stdout=file, stderr=file
+        )
+    wait_for(lambda: output.read_text().count("waiting") == 2, seconds=120)
+    launcher.send_signal(number)
+    assert launcher.wait(25) == 75
+    assert output.read_text().count("saved") == 2
+
+
+def open_files(pid):
+    """Return what the open files of a process are; one that is closed meanwhile is left out."""
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            yield str(entry.readlink())
+
+
+def test_only_loopback_listens(folder):
+    output = folder / "out"
+    with output.open("w") as file:
+        launcher = subprocess.Popen(
+            [*LAUNCH, "--nproc", "2", "script.py", "sleep"], cwd=folder, stdout=file, stderr=file
+        )
+    try:
+        wait_for(lambda: output.read_text().count("sum") == 2, seconds=120)
+        inodes = {link[8:-1] for pid in working_in(folder) for link in open_files(pid) if link.startswith("socket:")}
+        rows = [
+            line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+        ]
+        listening = [row[1] for row in rows if row[3] == "0A" and row[9] in inodes]
+        assert listening
+        assert {address.partition(":")[0] for address in listening} == {"0100007F"}  # 127.0.0.1
+    finally:
+        launcher.terminate()
+        launcher.wait(60)
+
+
+def test_output_goes_where_it_is_sent(folder):
+    done = launch(folder, "--nproc", "2", "--tee", "3", "--log-dir", "logs", "script.py")
+    assert "[rank1]: sum 1 2" in done.stdout, done.stderr
+    assert "sum 1 2" in (folder / "logs" / "logs" / "rank1.out").read_text()
+    quiet = launch(folder, "--nproc", "2", "--redirects", "3", "script.py")
+    assert quiet.stdout == ""
+    filtered = launch(folder, "--nproc", "2", "--local_ranks_filter", "0", "script.py")
+    assert "sum 0" in filtered.stdout
+    assert "sum 1" not in filtered.stdout
+
+
+def test_options_may_come_from_torchruns_variables(folder):
+    done = launch(folder, "script.py", PET_NPROC_PER_NODE="2")
+    assert done.stdout.count("sum") == 2, done.stderr
+
+
+def test_dry_run_prints_and_starts_nothing(folder):
+    done = launch(folder, "--nproc", "2", "--dry-run", "script.py", "--lr", "1")
+    assert "RANK=1" in done.stdout
+    assert "script.py --lr 1" in done.stdout
+    assert not (folder / "runs").exists()
+
+
+BAD = {
+    "no such script": (["nowhere.py"], "nowhere.py is not there"),
+    "no such module": (["-m", "no_such_module"], "no_such_module"),
+    "no such program": (["--no-python", "no-such-program"], "not on the path"),
+    "node rank beyond nnodes": (["--node_rank", "1", "script.py"], "--node-rank 1"),
+    "several machines that meet nowhere": (["--nnodes", "2", "script.py"], "nothing says where they meet"),
+    "nproc that is no number": (["--nproc_per_node", "many", "script.py"], "many"),
+    "no GPU to count": (["--nproc_per_node", "gpu", "script.py"], "no NVIDIA GPU"),
+    "contradictory flags": (["-m", "--no-python", "script.py"], "contradict"),
+    "two ports": (["--master_port", "1234", "--rdzv_endpoint", "h:1235", "script.py"], "1235"),
+    "unknown rendezvous": (["--rdzv_backend", "etcd", "script.py"], "static or c10d"),
+    "unknown option": (["--nproc_per_nodes", "2", "script.py"], "nproc-per-node"),
+    "bad tee": (["--tee", "9", "script.py"], "--tee"),
+    "run directory in use": (["--log-dir", ".", "script.py"], "not empty"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "word"), BAD.values(), ids=BAD)
+def test_bad_input_is_refused_at_once(folder, arguments, word):
+    done = launch(folder, *arguments)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert word in done.stderr
+    assert not (folder / "runs").exists()
+
+
+def test_port_that_is_taken_is_refused(folder):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = launch(folder, "--master_port", str(taken.getsockname()[1]), "script.py")
+    assert done.returncode == 2
+    assert "is taken" in done.stderr.strip().splitlines()[-1]
+    assert not working_in(folder)
+
+
+MEMORY = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.mark.skipif(not (MEMORY.is_dir() and os.access(MEMORY, os.W_OK)), reason="needs a writable memory cgroup (v1)")
+def test_rank_that_the_kernel_kills_for_memory_is_said_to_be(folder):
+    (folder / "hungry.py").write_text(
+        "import os\nif os.environ['RANK'] == '1':\n    data = [bytearray(50_000_000) for _ in range(100)]\n"
+    )
+    group = MEMORY / f"shardwise-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(900 << 20))
+        enter = f'echo $$ > {group}/cgroup.procs; exec "$@"'
+        done = run(folder, ["sh", "-c", enter, "sh", *LAUNCH, "--nproc", "2", "hungry.py"])
+        assert done.returncode == 1
+        assert "rank 1 failed first: SIGKILL by the kernel, host memory ran out" in done.stderr
+    finally:
+        wait_for(lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()
+
+
+def test_spawned_data_loader_workers_read_for_a_forked_rank(folder):
+    (folder / "loading.py").write_text(
+        "import torch\nfrom torch.utils.data import DataLoader, Dataset\n"
+        "class Numbers(Dataset):\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, index): return index\n"
+        "if __name__ == '__main__':\n"
+        "    loader = DataLoader(Numbers(), num_workers=1, multiprocessing_context='spawn')\n"
+        "    print(sum(int(x) for x in loader))\n"
+    )
+    done = launch(folder, "--nproc", "1", "loading.py")
+    assert done.stdout == "6\n", done.stderr
+
+
+GALLERY = Path(__file__).resolve().parents[2] / "examples" / "01-ddp-basics"
+
+
+@pytest.mark.parametrize(
+    ("command", "word"),
+    [
+        ("train_ddp.py --epochs 1 --batch-size 64 --lr 0.001 --limit 256 --data none", "test accuracy"),
+        ("ddp_mnist.py --epochs 1 --limit 256 --data none", "accuracy"),
+        ("ddp_training.py --epochs 1 --limit 256 --data none --checkpoint {folder}/c.pt", "epoch"),
+        ("train_byt5_ddp.py --steps 3 --report 1", "loss"),
+    ],
+    ids=lambda value: value.split()[0],
+)
+def test_gallery_scripts_run_unchanged(folder, command, word):
+    arguments = command.format(folder=folder).split()
+    done = run(
+        GALLERY, [*LAUNCH, "--nproc_per_node=2", "--log-dir", str(folder / "run"), *arguments], OMP_NUM_THREADS="1"
+    )
+    assert done.returncode == 0, done.stderr
+    assert word in done.stdout

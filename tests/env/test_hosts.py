@@ -1,0 +1,232 @@
+"""One command for many machines, over real OpenSSH between namespaces: it runs, ends whole, and refuses in one line."""
+
+import re
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from env import ssh as bed
+
+pytestmark = [
+    pytest.mark.skipif(bool(bed.why_not()), reason=bed.why_not() or "never"),
+    pytest.mark.timeout(180),
+]
+
+LAUNCH = [sys.executable, "-m", "shardwise", "launch"]
+NOTICED_S = 40
+"""For silence to be noticed (8 s), and for processes to end on a busy machine."""
+
+DDP = """
+import os, socket, torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+model(torch.full((1, 2), float(dist.get_rank()))).sum().backward()
+gradient = model.module.weight.grad[0, 0].item()
+known = "SHARDWISE_SECRET" in os.environ
+print(f"rank {dist.get_rank()} on {socket.gethostname()}: {gradient} {os.environ['NCCL_DEBUG']} {known}", flush=True)
+dist.destroy_process_group()
+"""
+SLEEP = "import subprocess, time\nsubprocess.Popen(['sleep', '4711'])\nprint('ready', flush=True)\ntime.sleep(600)\n"
+SAVE = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), sys.exit(75)))
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, text in {"ddp.py": DDP, "sleep.py": SLEEP, "save.py": SAVE, "fail.py": "import sys; sys.exit(7)"}.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def run(host, words, folder, timeout=90):
+    return host.run(["env", "NCCL_DEBUG=WARN", *LAUNCH, *words], cwd=folder, check=False, timeout=timeout)
+
+
+def start(host, words, folder, count):
+    """Start a launch and wait until `count` ranks say that they are ready."""
+    guest = host.popen(
+        ["env", *LAUNCH, *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    heard = []
+    while sum("ready" in line for line in heard) < count:
+        line = guest.outer.stdout.readline()
+        assert line, "".join(heard)
+        heard.append(line)
+    return guest
+
+
+def wait_until_empty(*hosts):
+    """Return the seconds until nothing but the ssh server runs on the hosts."""
+    start_at = time.monotonic()
+    while left := [words for host in hosts for words in bed.left_on(host)]:
+        assert time.monotonic() < start_at + NOTICED_S, left
+        time.sleep(0.05)
+    return time.monotonic() - start_at
+
+
+@pytest.mark.slow
+def test_two_hosts_from_one_command_run_a_ddp_job(folder):
+    (folder / "hosts").write_text("# the machines\nhost0\n\nroot@host1 slots=2  # two ranks\n")
+    with bed.servers(2, shared=folder) as (a, b):
+        done = run(a, ["--hosts", "hosts", "ddp.py"], folder)
+        assert done.returncode == 0, done.stderr
+        places = ["host0", "host1", "host1"]
+        expected = {f"[{host}] rank {rank} on {host}: 1.0 WARN False" for rank, host in enumerate(places)}
+        assert set(done.stdout.splitlines()) == expected
+        assert wait_until_empty(a, b) < NOTICED_S
+
+
+@pytest.mark.prove
+def test_a_failing_rank_ends_all_hosts_with_its_exit_code_in_the_report(folder):
+    with bed.servers(3, shared=folder) as (launcher, a, b):
+        done = run(launcher, ["--hosts", "host1,host2", "fail.py"], folder)
+        assert done.returncode == 1
+        assert "exit code 7" in done.stderr
+        wait_until_empty(launcher, a, b)
+
+
+@pytest.mark.prove
+def test_a_stop_request_reaches_ranks_on_all_hosts_and_75_comes_back(folder):
+    with bed.servers(2, shared=folder) as (a, b):
+        guest = start(a, ["--hosts", "host0,host1", "save.py"], folder, 2)
+        guest.send_signal(15)
+        heard = guest.outer.stdout.read()
+        assert (guest.wait(NOTICED_S), heard.count("saved")) == (75, 2), heard
+        wait_until_empty(a, b)
+
+
+@pytest.mark.slow
+def test_nothing_is_left_when_the_launcher_is_killed(folder):
+    with bed.servers(2, shared=folder) as (a, b):
+        guest = start(a, ["--hosts", "host0,host1", "sleep.py"], folder, 2)
+        guest.send_signal(9)
+        wait_until_empty(a, b)
+
+
+@pytest.mark.prove
+def test_nothing_is_left_when_the_link_to_a_host_is_cut(folder):
+    with bed.servers(2, shared=folder) as (a, b):
+        guest = start(a, ["--hosts", "host0,host1", "sleep.py"], folder, 2)
+        b.cut()
+        wait_until_empty(a, b)
+        assert guest.wait(NOTICED_S) == 1
+
+
+@pytest.mark.prove
+def test_nothing_is_left_when_a_launcher_that_is_no_node_is_cut_off(folder):
+    with bed.servers(3, shared=folder) as (launcher, a, b):
+        guest = start(launcher, ["--hosts", "host1,host2", "sleep.py"], folder, 2)
+        launcher.cut()
+        wait_until_empty(launcher, a, b)
+        assert guest.wait(NOTICED_S) == 1
+
+
+@pytest.mark.prove
+def test_nothing_is_left_when_a_host_powers_off(folder):
+    with bed.servers(3, shared=folder) as (launcher, a, b):
+        guest = start(launcher, ["--hosts", "host1,host2", "sleep.py"], folder, 2)
+        b.power_off()
+        wait_until_empty(launcher, a)
+        assert guest.wait(NOTICED_S) == 1
+
+
+@pytest.mark.prove
+def test_nothing_is_left_when_the_guard_or_the_ssh_client_is_killed(folder):
+    with bed.servers(2, shared=folder) as (a, b):
+        for host, program in ((b, "ssh_remote"), (a, "ssh -T")):
+            guest = start(a, ["--hosts", "host0,host1", "sleep.py"], folder, 2)
+            victim = next(pid for pid, words in host.processes().items() if program in words)
+            subprocess.run(["kill", "-9", str(victim)], check=True)
+            wait_until_empty(a, b)
+            assert guest.wait(NOTICED_S) == 1
+
+
+BAD = {
+    "no such host": (["--hosts", "host0,nowhere"], "host nowhere has no address: correct the name"),
+    "refused key": (["--hosts", "host0,stranger@host1"], "host host1 refused your key: ssh-copy-id host1"),
+    "unknown host key": (["--hosts", "host0,unknown"], "host unknown is not known to ssh yet"),
+    "two names of one machine": (["--hosts", "host0,alias"], "hosts host0 and alias are one machine"),
+    "address of another machine": (
+        ["--hosts", "host1,host2", "--master-addr", "host0"],
+        "--master-addr host0 is 10.77.0.1, which is no address of host host1 (it has 10.77.0.2 on eth0)",
+    ),
+    "no way between the hosts": (["--hosts", "host1,host2"], "host host2 cannot reach host1 at 10.77.0.2:"),
+    "malformed hostfile": (["--hosts", "bad"], "line 2 of bad has 'slot=8', and 'slot' is no word"),
+    "missing hostfile": (["--hosts", "./none"], "hostfile ./none is not there"),
+    "duplicate host": (["--hosts", "host0,host1,host0"], "host host0 is named 2 times"),
+    "no ssh server": (["--hosts", "host0,closed"], "host closed has no ssh server at that port"),
+    "script that is not there": (["--hosts", "host0,host1"], "on host host1, script /tmp/own.py is not there: copy it"),
+    "port in use": (["--hosts", "host1,host0", "--master-port", "22"], "port 22 of 10.77.0.2 is taken"),
+    "wrong number of nodes": (["--hosts", "host0,host1", "--nnodes", "3"], "--nnodes 3 and --hosts names 2"),
+    "two ways to start": (["--hosts", "host0", "--kubernetes", "image=i"], "contradict each other"),
+    "no ssh client": (["--hosts", "host0,host1"], "host host1 is reached by ssh, and there is no ssh here"),
+    "other version": (["--hosts", "host0,host1"], "host host1 has shardwise 0.0.1, host0 has "),
+    "no shardwise": (["--hosts", "host0,host2"], "host host2 has no shardwise in "),
+    "no such folder": (["--hosts", "host0,host1"], "host host1 has no folder /tmp/only_here"),
+}
+"""Name -> options, and words of the one sentence."""
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory):
+    """Three hosts in one of which little is as it should be."""
+    folder = tmp_path_factory.mktemp("hosts")
+    (folder / "sleep.py").write_text(SLEEP)
+    (folder / "bad").write_text("host0\nhost1 slot=8\n")
+    described = Path(metadata.distribution("shardwise")._path)
+    (folder / "METADATA").write_text(re.sub(r"\nVersion: .*", "\nVersion: 0.0.1", (described / "METADATA").read_text()))
+    (folder / "empty").mkdir()
+    with bed.servers(3, shared=folder) as hosts:
+        names = "10.77.0.1 alias closed\n10.77.0.3 unknown\n"
+        hosts[0].run(["sh", "-c", f"printf '{names}' >> /etc/hosts; touch /tmp/own.py; mkdir /tmp/only_here"])
+        hosts[0].run(["sh", "-c", "printf 'Host closed\\n  Port 23\\n' >> /etc/ssh/ssh_config"])
+        yield folder, hosts, described
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_sentence_within_seconds_and_leaves_nothing(broken, name):
+    folder, hosts, described = broken
+    options, sentence = BAD[name]
+    script = "/tmp/own.py" if name == "script that is not there" else folder / "sleep.py"
+    environ = ["env", "PATH=/nowhere"] if name == "no ssh client" else ["env"]
+    where = "/tmp/only_here" if name == "no such folder" else folder
+    fault = faults(folder, described).get(name)
+    if fault:
+        hosts[fault[0]].run(["sh", "-c", fault[1]])
+    start_at = time.monotonic()
+    done = hosts[0].run([*environ, *LAUNCH, *options, script], cwd=where, check=False, timeout=60)
+    took_s = time.monotonic() - start_at
+    if fault:
+        hosts[fault[0]].run(["sh", "-c", fault[2]])
+    assert sentence in done.stderr
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert took_s < 40  # a host that is waited for in vain takes two minutes
+    assert not (Path(folder) / "runs").exists()
+    wait_until_empty(*hosts)
+
+
+def faults(folder, described):
+    """Return what breaks a host for a case: name -> (host, command, command that mends it)."""
+    package = Path(__file__).resolve().parents[2] / "src" / "shardwise"
+    return {
+        "other version": (
+            1,
+            f"mount --bind {folder}/METADATA {described}/METADATA",
+            f"umount {described}/METADATA",
+        ),
+        "no shardwise": (2, f"mount --bind {folder}/empty {package}", f"umount {package}"),
+        "no way between the hosts": (
+            1,
+            "ip route add blackhole 10.77.0.3",
+            "ip route del blackhole 10.77.0.3",
+        ),
+    }

@@ -1,0 +1,45 @@
+"""Steps measured and profiled on a GPU."""
+
+import json
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.bench.profile import ProfileSpec
+from shardwise.bench.step import measure_step, rehearse
+from shardwise.plans import Plan
+
+pytestmark = pytest.mark.gpu
+
+
+def make_job():
+    rows = torch.arange(16_384).reshape(128, 128) % 500
+    return sw.Job(
+        model=lambda: torch.nn.Sequential(torch.nn.Embedding(500, 256), torch.nn.Linear(256, 500)),
+        data=lambda split: torch.utils.data.TensorDataset(rows, rows),
+        loss=sw.losses.token_cross_entropy,
+        optimizer=sw.adamw(lr=1e-3),
+        batch_size=8,
+        steps=1,
+    )
+
+
+def test_a_profile_on_a_gpu_is_of_its_kernels(tmp_path):
+    trace = tmp_path / "trace.json"
+    plan = Plan.preset("ddp", 2, batch_size=8)
+    measured = rehearse(make_job(), plan, steps=2, device="cuda:0", profile=ProfileSpec(trace=trace))
+    assert measured.matmul_flops > 1e12
+    assert measured.profile.kind == "kernels"
+    assert 0 < measured.profile.compute_s <= measured.profile.seconds
+    assert not any(kernel.name.startswith("aten::") for kernel in measured.profile.top)
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {"kernel", "user_annotation"} <= {event.get("cat") for event in events}
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_a_world_of_one_is_measured_on_its_gpu(backend):
+    with sw.world(backend=backend, device="cuda") as world:
+        measured = measure_step(make_job(), Plan.preset("ddp", 1, batch_size=8), world, steps=2)
+    assert all(seconds > 0 for seconds in measured.phases.values())
+    assert 0 < measured.peak_bytes <= measured.reserved_bytes

@@ -1,0 +1,109 @@
+"""Docs that cannot rot: every command in them runs, every quoted example is the file's own text."""
+
+import inspect
+import random
+import re
+import subprocess
+import textwrap
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from torch.nn.parallel import DistributedDataParallel
+
+from env import mpi
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CHAPTERS = sorted((ROOT / "examples").rglob("README.md"))
+FENCE = re.compile(r"```bash\n(.*?)```", re.DOTALL)
+QUOTE = re.compile(r"<!-- quote: (\S+) (\S+) -->\n```\w+\n(.*?)```\n<!-- end quote -->", re.DOTALL)
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+def commands(page):
+    for block in FENCE.findall(page.read_text()):
+        for line in block.replace("\\\n", " ").splitlines():
+            command = line.partition("  #")[0].partition(" # ")[0].strip()
+            if command and not command.startswith("#") and command != "make test":
+                yield command
+
+
+def kind(command):
+    """Return program, verb and part: what commands have in common that differ in options only."""
+    if "mpirun" in command or "--backend mpi" in command:
+        return ("mpirun",)
+    words = [word for word in command.split() if "=" not in word and not word.startswith("-")]
+    program = words[0].rpartition("/")[2]
+    return (program, *(word for word in words[1:3] if word.isalpha()))
+
+
+def every_command():
+    """Of one kind of command on all pages one runs here, of trainings two; all in `make prove`, long chains too."""
+    alike = defaultdict(list)
+    for page in PAGES:
+        for command in commands(page):
+            alike[kind(command)].append((page.name, command))
+    for name, group in alike.items():
+        short = [item for item in group if item[1].count("&&") < 4]
+        here = random.Random(repr(name)).sample(short, min(2 if "train" in name else 1, len(short)))
+        for page, command in group:
+            marks = [] if (page, command) in here else [pytest.mark.prove]
+            yield pytest.param(command, id=f"{page}: {command}", marks=marks)
+
+
+def test_pages_agree_on_what_is_built_and_what_was_tried():
+    texts = {page: page.read_text() for page in (*PAGES, *CHAPTERS)}
+    assert [page for page, text in texts.items() if "not built yet" in text] == []
+    if "on NCCL not tried yet" in texts[ROOT / "README.md"]:
+        assert "NCCL have not been tried yet" in texts[ROOT / "docs" / "hang.md"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("command", list(every_command()))
+def test_command_runs_as_written(command):
+    environ = mpi.environment() if kind(command) == ("mpirun",) else None
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if command == "make demo":
+        accuracy = re.search(r"test accuracy\s+([0-9.]+)%", done.stdout)
+        assert float(accuracy[1]) >= 97
+        assert "training time" in done.stdout
+        run = re.search(r"run directory\s+(\S+)", done.stdout)
+        assert (ROOT / run[1] / "report.md").is_file()
+
+
+def test_readme_shows_its_first_command_before_line_twenty():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert lines.index("```bash") < 19
+
+
+@pytest.mark.parametrize("page", [*PAGES, *CHAPTERS], ids=lambda page: str(page.relative_to(ROOT)))
+def test_quoted_examples_are_the_files_own_text(page):
+    for path, marker, text in QUOTE.findall(page.read_text()):
+        source = (ROOT / path).read_text()
+        [block] = re.findall(rf"^ *# <{marker}>\n(.*?)^ *# </{marker}>", source, re.DOTALL | re.MULTILINE)
+        assert textwrap.dedent(block) == text, f"it quotes {path}"
+
+
+def test_the_guide_and_every_chapter_on_training_quote_their_examples():
+    quoting = [page for page in CHAPTERS if QUOTE.search(page.read_text())]
+    assert {page.parent.name for page in quoting} >= {"examples", "01-ddp-basics", "02-fsdp", "05-advanced"}
+
+
+def test_links_lead_somewhere():
+    pages = [*PAGES, *sorted((ROOT / "examples").rglob("*.md")), *sorted((ROOT / "benchmarks").glob("*.md"))]
+    broken = [
+        f"{page.relative_to(ROOT)} -> {target}"
+        for page in pages
+        for target in LINK.findall(page.read_text())
+        if not (page.parent / target).exists()
+    ]
+    assert broken == []
+
+
+def test_the_table_of_ddp_has_every_argument():
+    page = (ROOT / "docs" / "ddp.md").read_text()
+    arguments = set(inspect.signature(DistributedDataParallel).parameters)
+    assert [name for name in sorted(arguments) if f"`{name}`" not in page] == []

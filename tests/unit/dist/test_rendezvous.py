@@ -1,0 +1,51 @@
+"""Reading init_method."""
+
+from pathlib import Path
+
+import pytest
+
+from refusals import refuses
+from shardwise.dist.rendezvous import Meeting, parse_meeting
+
+
+@pytest.mark.parametrize(
+    ("text", "meeting"),
+    [
+        ("env://", Meeting(scheme="env")),
+        ("tcp://n0:29500", Meeting(scheme="tcp", host="n0", port=29500)),
+        ("tcp://10.0.0.1:1", Meeting(scheme="tcp", host="10.0.0.1", port=1)),
+        ("tcp://[::1]:29500", Meeting(scheme="tcp", host="::1", port=29500)),
+        ("file:///scratch/a b?c#d%20", Meeting(scheme="file", path=Path("/scratch/a b?c#d%20"))),
+    ],
+)
+def test_urls_are_read(text, meeting):
+    assert parse_meeting(text) == meeting
+
+
+@pytest.mark.parametrize("text", ["env://", "tcp://n0:29500", "tcp://[::1]:29500", "file:///scratch/store"])
+def test_a_meeting_is_written_as_it_was_read(text):
+    assert str(parse_meeting(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "fix"),
+    [
+        ("tpc://n0:1", "rendezvous.unknown-scheme", "'tcp'"),
+        ("http://n0:1", "rendezvous.unknown-scheme", "env, file, tcp"),
+        ("n0:29500", "rendezvous.unknown-scheme", "env, file, tcp"),
+        ("tcp://n0", "rendezvous.endpoint-invalid", "tcp://host:port"),
+        ("tcp://:29500", "rendezvous.endpoint-invalid", "tcp://host:port"),
+        ("tcp://n0:http", "rendezvous.endpoint-invalid", "tcp://host:port"),
+        ("tcp://n0:99999", "rendezvous.endpoint-invalid", "tcp://host:port"),
+        ("tcp://[::1:29500", "rendezvous.endpoint-invalid", "tcp://host:port"),
+        ("tcp://n0:1?rank=0&world_size=2", "rendezvous.endpoint-invalid", "rank= and world_size="),
+        ("tcp://n0:1/store", "rendezvous.endpoint-invalid", "tcp://n0:1"),
+        ("file://store", "rendezvous.file-path-invalid", "file:///folder/file"),
+        ("file://", "rendezvous.file-path-invalid", "file:///folder/file"),
+        ("file:///scratch/", "rendezvous.file-path-invalid", "file:///folder/file"),
+    ],
+)
+def test_malformed_urls_are_refused_with_what_to_write(text, code, fix):
+    with refuses(code, repr(text)) as refused:
+        parse_meeting(text)
+    assert fix in refused.value.fix

@@ -1,0 +1,77 @@
+"""Hosts are read as written; what cannot be read is refused with its place."""
+
+import pytest
+
+from refusals import refuses
+from shardwise.cli.main import main
+from shardwise.errors import LaunchError
+from shardwise.launcher.ssh.hosts import HostSpec, read_hosts
+
+
+def test_a_list_is_read_in_order():
+    assert read_hosts("a,me@b:8, [fe80::1%eth0]:2") == (
+        HostSpec(name="a"),
+        HostSpec(name="b", user="me", slots=8),
+        HostSpec(name="fe80::1%eth0", slots=2),
+    )
+
+
+def test_a_file_is_read_line_by_line(tmp_path):
+    (tmp_path / "hosts").write_text("# all\na:4\n\nb slots=8 port=2222 user=me  # new\n")
+    assert read_hosts(str(tmp_path / "hosts")) == (
+        HostSpec(name="a", slots=4),
+        HostSpec(name="b", user="me", port=2222, slots=8),
+    )
+
+
+def test_a_hostfile_of_deepspeed_is_read(tmp_path):
+    (tmp_path / "hostfile").write_text("worker-1 slots=4\n# down for repair\n#worker-2 slots=4\n\nworker-3   slots=4\n")
+    assert read_hosts(str(tmp_path / "hostfile")) == (
+        HostSpec(name="worker-1", slots=4),
+        HostSpec(name="worker-3", slots=4),
+    )
+
+
+def test_who_types_deepspeeds_option_for_a_hostfile_is_told_ours(capsys):
+    assert main(["launch", "--hostfile", "hostfile", "train.py"]) == 2
+    assert "--hosts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "refusal"),
+    [
+        ("-oProxyCommand=x", ("launch.host-invalid", "-oProxyCommand=x")),
+        ("a:b", ("launch.host-invalid", "'a:b'")),
+        ("a slots=none", ("launch.host-number-invalid", "slots is 'none'", "1 to 4096")),
+        ("a port=99999", ("launch.host-number-invalid", "port is '99999'")),
+        ("a 8", ("launch.hostfile-syntax", "'8'")),
+        ("a slot=8", ("launch.hostfile-unknown-key", "'slot'", "'slots'")),
+        ("a:8 slots=8", ("launch.hostfile-key-repeated", "slots")),
+        ("a:0", ("launch.host-number-invalid", "slots of a is '0'")),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named(tmp_path, line, refusal):
+    (tmp_path / "hosts").write_text(f"first\n{line}\n")
+    with refuses(*refusal, "line 2"):
+        read_hosts(str(tmp_path / "hosts"))
+
+
+@pytest.mark.parametrize("text", ["", ",", "a,,b", "a b"])
+def test_a_list_with_no_host_in_some_place_is_refused(text):
+    with pytest.raises(LaunchError):
+        read_hosts(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--hosts", "a:4,b:8"], "4 ranks on a and 8 on b"),
+        (["--hosts", "a,b:8", "--nproc", "2"], "2 ranks on a and 8 on b"),
+        (["--hosts", "a,b:2"], "1 ranks on a and 2 on b"),
+    ],
+)
+def test_train_refuses_hosts_of_different_size_before_it_asks_them(capsys, words, sentence):
+    assert main(["train", *words, "job.py"]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert "on every host" in said

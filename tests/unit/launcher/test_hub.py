@@ -1,0 +1,213 @@
+"""The hub and its links over real sockets: who gets in, who is heard, who is missed."""
+
+import contextlib
+import socket
+import time
+
+import pytest
+
+from refusals import refuses
+from shardwise.launcher.nodes.hub import start_hub
+from shardwise.launcher.nodes.link import _be_welcomed, join_hub
+from shardwise.launcher.nodes.membership import Limits
+from shardwise.launcher.nodes.messages import Admit, Ended, FromHub, Hello, Leaving, Meet, Met, Opened, Over, Ready
+from shardwise.launcher.nodes.network import listen
+from shardwise.launcher.nodes.secret import PROTOCOL, Challenge
+from shardwise.launcher.nodes.wire import Wire
+from shardwise.launcher.policy import RankExit
+
+FACTS = {"shardwise": "1", "command": "train.py"}
+
+
+@pytest.fixture
+def port():
+    """A hub for two nodes; its port."""
+    with listen("127.0.0.1", 0) as listener:
+        number = listener.getsockname()[1]
+        hub = start_hub(listener, "secret", Limits(least=2, most=2, join_s=60), facts=FACTS, host="a", run="/run/of/a")
+    yield number
+    hub.end()
+
+
+def join(port, host="a", *, secret="secret", patience_s=60.0, **facts):
+    hello = Hello(host, None, {**FACTS, **facts}, is_host=host == "a")
+    return join_hub("127.0.0.1", port, secret, hello, patience_s=patience_s, note=lambda _: None)
+
+
+def heard(link, kind, seconds=60):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for message in link.take():
+            if isinstance(message, kind):
+                return message
+        time.sleep(0.01)
+    raise AssertionError(f"no {kind.__name__}; link: {link.lost or 'fine'}")
+
+
+def test_two_nodes_are_told_to_meet_and_hear_how_it_ended(port):
+    a, b = join(port), join(port, "b")
+    assert (a.node, b.node, b.run) == (0, 1, "/run/of/a")
+    a.send(Opened(0, 4000))
+    b.send(Ready())
+    assert heard(a, Meet) == heard(b, Meet)
+    for link in (a, b):
+        link.send(Met(0, (0, 1)))
+        link.send(Ended(0, (RankExit(rank=link.node, returncode=0, at=0.0),)))
+    assert heard(a, Over) == heard(b, Over) == Over()
+    a.close()
+    b.close()
+
+
+def relayed(link, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not (found := link.take_relayed()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+
+def test_what_guards_say_goes_to_node_0_and_from_it_to_the_others(port):
+    a, b = join(port), join(port, "b")
+    b.relay("seen")
+    assert relayed(a) == ["seen"]
+    a.relay("missed", to_all=True)
+    assert relayed(b) == ["missed"]
+    assert a.take_relayed() == []
+    a.close()
+    b.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        ({"secret": "other"}, ("rendezvous.wrong-secret", "SHARDWISE_SECRET", "--rdzv-id")),
+        ({"command": "other.py"}, ("rendezvous.nodes-differ", "b has command 'other.py'", "(a) has 'train.py'")),
+    ],
+)
+def test_one_that_does_not_belong_is_refused(port, options, refusal):
+    with refuses(*refusal):
+        join(port, "b", **options)
+
+
+def test_node_that_hangs_up_is_missed_at_once(port):
+    a, b = join(port), join(port, "b")
+    b.send(Ready())
+    a.send(Opened(0, 4000))
+    heard(b, Meet)
+    for link in (a, b):
+        link.send(Met(0, (0, 1)))
+    time.sleep(1)  # for the hub to hear of both, which shows nowhere
+    b.close()
+    a.send(Ended(0, (RankExit(rank=0, returncode=-15, stopped=True, at=0.0),)))
+    assert heard(a, Over).lost.startswith("node 1 (b) is lost: its connection closed")
+    a.close()
+
+
+def test_strangers_that_mumble_or_say_nothing_are_hung_up_on(port):
+    with (
+        socket.create_connection(("127.0.0.1", port)) as mumbling,
+        socket.create_connection(("127.0.0.1", port)) as mute,
+    ):
+        mumbling.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        mumbling.settimeout(4.5)  # sooner than one that says nothing
+        while mumbling.recv(4096):
+            pass
+        mute.settimeout(60)
+        while mute.recv(4096):
+            pass
+    assert join(port).node == 0  # and it still serves
+
+
+def test_a_flood_of_half_open_connections_keeps_no_node_out_and_loses_none(port):
+    a = join(port)
+    with contextlib.ExitStack() as stack:
+        flood = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(600)]
+        b = join(port, "b")
+        a.send(Opened(0, 4000))
+        b.send(Ready())
+        assert heard(a, Meet) == heard(b, Meet)
+        flood[0].settimeout(60)
+        while flood[0].recv(4096):  # the oldest is closed in favour of those that came later
+            pass
+    assert not a.lost
+    a.close()
+    b.close()
+
+
+def test_node_0_hears_the_addresses_of_all_nodes_before_they_are_sent_to_its_store(port):
+    a, b = join(port), join(port, "b")
+    a.send(Opened(0, 4000))
+    b.send(Ready())
+    first, *_, last = until(a, Meet)
+    assert (first, type(last)) == (Admit(("127.0.0.1",)), Meet)
+    assert not any(isinstance(message, Admit) for message in until(b, Meet))
+    a.close()
+    b.close()
+
+
+def until(link, kind, seconds=60):
+    """Return all that is heard, up to the first of one kind."""
+    found, deadline = [], time.monotonic() + seconds
+    while not any(isinstance(message, kind) for message in found):
+        assert time.monotonic() < deadline, found
+        found += link.take()
+        time.sleep(0.01)
+    return found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"type":"proof","mac":"é","nonce":"a"}'.encode(),
+        b'{"type":"proof","mac":"\xff","nonce":"a"}',
+        b'{"type":"beat","x":' + b"[" * 1900,
+    ],
+    ids=["not ASCII", "not UTF-8", "nested"],
+)
+def test_line_of_a_stranger_cannot_end_the_hub(port, line):
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.settimeout(60)
+        stranger.sendall(line + b"\n")
+        while stranger.recv(4096):
+            pass
+    a = join(port)
+    assert a.node == 0
+    a.close()
+
+
+def test_node_that_leaves_by_a_signal_there_is_not_is_hung_up_on(port):
+    a, b = join(port), join(port, "b")
+    b.send(Leaving(99))
+    deadline = time.monotonic() + 60
+    while not b.lost and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "closed its connection" in b.lost
+    again = join(port, "b")
+    assert (again.node, a.lost) == (1, "")
+    for link in (a, b, again):
+        link.close()
+
+
+def test_endless_line_of_a_stranger_is_not_kept(port):
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.settimeout(60)
+        with pytest.raises(ConnectionError):
+            stranger.sendall(b"x" * (64 << 20))
+
+
+def test_hub_that_speaks_another_language_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(5)
+        client = socket.create_connection(server.getsockname())
+        end, _ = server.accept()
+        Wire(end, FromHub).push(Challenge("nonce", PROTOCOL + 1, "9.9"))
+        with refuses("rendezvous.protocol-mismatch", "'9.9'", "'1'"):
+            _be_welcomed(Wire(client, FromHub), "here", "secret", Hello("b", None, FACTS))
+        client.close()
+        end.close()
+
+
+def test_nobody_at_the_endpoint_is_said_after_the_time_that_was_given():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        with refuses("rendezvous.unreachable", "127.0.0.1:"):
+            join(unused.getsockname()[1], "b", patience_s=0.2)

@@ -1,0 +1,82 @@
+"""What starters hand to the processes they start."""
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from shardwise.environment import variables
+from shardwise.launcher.explain import verdict
+from shardwise.launcher.local.attempts import describe_lost
+from shardwise.launcher.local.channel import Channel
+from shardwise.launcher.local.orders import Assembly, StartMeeting
+from shardwise.launcher.local.processes import RankProcess
+from shardwise.launcher.local.starters import ForkStarter, Output, PlainStarter
+from shardwise.launcher.local.supervise import supervise
+from shardwise.launcher.local.target import Program
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
+def test_a_meeting_gets_the_environment_and_no_command_line_shows_it():
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    order = StartMeeting(
+        host="127.0.0.1",
+        port=store.port,
+        run_id="one",
+        node=0,
+        nproc=3,
+        least=1,
+        most=1,
+        join_s=60.0,
+        last_call_s=0.1,
+        environ={**variables(""), "MY_TOKEN": "hidden-word"},
+    )
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = PlainStarter().start_meeting(order, theirs)
+    try:
+        assert Channel(ours, Assembly).receive(60) == [Assembly((0,), (3,))]
+        assert b"MY_TOKEN=hidden-word" in Path(f"/proc/{process.pid}/environ").read_bytes()
+        assert b"MY_TOKEN" not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
+    finally:
+        process.end()
+        ours.close()
+
+
+class KilledWhenPolled(RankProcess):
+    """A child of the fork parent, which is killed in the moment before the child is polled."""
+
+    def __init__(self, child, parent):
+        super().__init__(child.rank, child.pid)
+        self._child, self._parent = child, parent
+
+    def poll(self):
+        if self._parent is not None:
+            os.kill(self._parent, signal.SIGKILL)
+            os.waitid(os.P_PID, self._parent, os.WEXITED | os.WNOWAIT)
+            self._parent = None
+        return self._child.poll()
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="ranks are not forked here")
+@pytest.mark.parametrize("polled", ["store", "rank"])
+def test_a_killed_fork_parent_is_the_cause_though_its_child_is_seen_first(tmp_path, polled):
+    target, environ = Program("sleep", ("1000",)), variables("")
+    output = Output(stdout=tmp_path / "out", stderr=tmp_path / "err")
+    with ForkStarter.start(environ, (), fresh=True) as starter:
+        starter.wait_until_ready()
+        child = starter.start_rank(0, target, environ, output=output, failure=tmp_path / "error")
+        parent = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[1])
+        killed = KilledWhenPolled(child, parent)
+        rank, store = (killed, None) if polled == "rank" else (child, killed)
+        outcome = supervise(
+            [rank], failure_of=lambda *_: None, lost=lambda: describe_lost(starter, store), timeout_s=60
+        )
+    text = verdict(outcome)
+    assert text.startswith(f"the fork parent of the ranks (pid {parent}) ended with SIGKILL"), text
+    assert not any(exit_.failed for exit_ in outcome.exits)

@@ -1,0 +1,111 @@
+"""The picture of a run in characters."""
+
+import io
+import sys
+import threading
+import time
+
+from monitor.synthetic import attempt_event, empty_run, large_run, write
+from rich.console import Console
+
+from shardwise.monitor.drawing import bounds, draw_curve
+from shardwise.monitor.terminal import picture, show_live, show_once
+from shardwise.monitor.view import RunView
+from shardwise.runs.failure import describe_failure
+from shardwise.runs.launch_events import launch_log
+from shardwise.training.stop import StoppedError
+
+
+def seen(run):
+    view = RunView(run)
+    view.refresh_whole()
+    return view
+
+
+def drawn(run, width=110, height=50):
+    console = Console(file=io.StringIO(), width=width, height=height, highlight=False)
+    console.print(picture(seen(run), console))
+    return console.file.getvalue()
+
+
+def test_64_ranks_fit_and_the_late_one_stands_first(tmp_path):
+    text = drawn(large_run(tmp_path / "run", steps=2_000, per_event=20), width=100, height=40)
+    lines = text.splitlines()
+    assert len(lines) <= 40
+    assert all(len(line) <= 100 for line in lines)
+    assert "step 2,000 of 2,500" in text
+    heading = next(number for number, line in enumerate(lines) if line.startswith("rank "))
+    assert lines[heading + 1].split()[0] == "13"
+    assert "0-12, 14-63" in lines[heading + 2]
+    assert "1 restart" in text
+
+
+def test_run_of_a_plain_script_shows_what_its_launcher_told(tmp_path):
+    run = empty_run(tmp_path / "run")
+    write(
+        run.launcher_events(),
+        attempt_event(1.0, 2),
+        {"at": 2.0, "kind": "exit", "rank": 1, "code": 1, "stopped": False, "words": "ValueError: no"},
+        {"at": 2.0, "kind": "verdict", "text": "rank 1 failed first: ValueError: no"},
+        {"at": 2.0, "kind": "finish", "state": "failed", "restarts": 0},
+    )
+    text = drawn(run)
+    assert "train.py" in text
+    assert "failed: ValueError: no" in text
+    assert "2 processes started on node0" in text
+
+
+def test_rank_table_of_a_stopped_run_is_readable_in_80_and_120_columns(tmp_path):
+    run = large_run(tmp_path / "run", ranks=2, steps=2_000, per_event=20)
+    stopped = StoppedError("asked to stop, saved at step 17", code="train.stopped", fix="run it again to continue")
+    with launch_log(run) as log:
+        for rank in range(2):
+            log.exit(rank, stopped.exit_code, stopped=True, failure=describe_failure(stopped, rank))
+        log.finish("stopped", restarts=1)
+    for width in (80, 120):
+        lines = drawn(run, width=width).splitlines()
+        heading = next(number for number, line in enumerate(lines) if line.startswith("rank "))
+        # No column is cut short; "for" and "behind", without a value for ranks that are gone, are left out.
+        assert lines[heading].split() == ["rank", "host", "device", "phase", "step", "memory", "state"]
+        for rank in range(2):
+            found = lines[heading + 1 + rank]
+            assert "…" not in found.partition("stopped:")[0]
+            assert "stopped: asked to stop" in found, (width, found)
+
+
+def test_terminal_that_knows_ascii_only_still_shows_the_run(tmp_path, monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    show_once(seen(large_run(tmp_path / "run", ranks=2, steps=2_000, per_event=20)))
+    stream.flush()
+    text = stream.buffer.getvalue().decode("ascii")
+    assert "####" in text
+    assert "step 2,000 of 2,500" in text
+
+
+def test_spike_reaches_the_top_and_the_rest_stays_at_the_bottom():
+    rows = [(step, 1.0, 1.0, 1.0) for step in range(100)]
+    rows[50] = (50, 1.0, 9.0, 5.0)
+    lines = draw_curve(rows, 40, 4, *bounds(rows), braille=False)
+    assert lines[0].count("#") == 1
+    assert lines[3].count("#") == 40
+
+
+def test_few_points_are_joined_by_lines():
+    rows = [(0, 1.0, 1.0, 1.0), (9, 4.0, 4.0, 4.0)]
+    lines = draw_curve(rows, 20, 4, *bounds(rows), braille=False)
+    assert all(any(line[x] == "#" for line in lines) for x in range(20))
+
+
+def test_live_view_ends_with_the_run(tmp_path, monkeypatch):
+    run = empty_run(tmp_path / "run")
+    write(run.launcher_events(), attempt_event(time.time(), 2))
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", stream)
+    end = {"at": time.time(), "kind": "finish", "state": "finished", "restarts": 0}
+    finishing = threading.Timer(0.2, write, (run.launcher_events(), end))
+    finishing.start()
+    show_live(RunView(run))
+    finishing.join()
+    stream.flush()
+    assert "the run has finished" in stream.buffer.getvalue().decode()

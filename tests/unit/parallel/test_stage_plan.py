@@ -1,0 +1,93 @@
+"""Which layers a pipeline stage runs, and which pipelines are refused before anything starts."""
+
+import subprocess
+import sys
+
+import pytest
+
+from refusals import refuses
+from shardwise.layout import Layout
+from shardwise.parallel.stage_plan import check_pipeline, cut_layers
+from shardwise.plans import Plan
+from shardwise.plans.plan import Pipeline
+
+
+def a_plan(schedule="1f1b", pp=4, accumulation=8, split=(), **changes):
+    pipeline = Pipeline(schedule=schedule, split=split)
+    return Plan(layout=Layout(pp=pp), pipeline=pipeline, micro_batch=2, accumulation=accumulation, **changes)
+
+
+def sizes(plan, num_layers):
+    cut = cut_layers(plan, num_layers)
+    return [len(cut.layers(stage)) for stage in range(cut.num_stages)]
+
+
+def test_layers_are_cut_evenly_and_the_last_stage_never_gets_one_more():
+    assert sizes(a_plan(), 8) == [2, 2, 2, 2]
+    assert sizes(a_plan(), 9) == [2, 3, 2, 2]
+    assert sizes(a_plan(), 10) == [2, 3, 3, 2]
+    assert sizes(a_plan(), 11) == [3, 3, 3, 2]
+
+
+def test_split_of_the_plan_is_taken_as_it_is():
+    assert sizes(a_plan(split=(1, 2, 6)), 8) == [1, 1, 4, 2]
+
+
+def test_looped_schedules_deal_stages_round_and_v_shaped_ones_go_back():
+    assert cut_layers(a_plan("interleaved_1f1b", pp=2), 4).ranks == (0, 1, 0, 1)
+    assert cut_layers(a_plan("zbv", pp=2), 4).ranks == (0, 1, 1, 0)
+    assert cut_layers(a_plan("looped_bfs", pp=2, split=(1, 2, 3, 4, 5)), 6).ranks == (0, 1, 0, 1, 0, 1)
+
+
+def test_every_layer_has_one_stage_and_every_stage_one_rank():
+    cut = cut_layers(a_plan("dualpipev", pp=2), 7)
+    assert [cut.stage_of(layer) for layer in range(7)] == sorted(cut.stage_of(layer) for layer in range(7))
+    assert sorted(stage for rank in range(2) for stage in cut.stages_of(rank)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("plan", "num_layers", "refusal"),
+    [
+        (a_plan(), 3, ("plan.pipeline-too-many-stages", "4 stages of 3 layers", "pp = 3")),
+        (a_plan("zbv", pp=2), 3, ("plan.pipeline-too-many-stages", "4 stages of 3 layers", "1f1b")),
+        (a_plan(split=(1, 1, 2)), 8, ("plan.pipeline-split-invalid", "split = [2, 4, 6]")),
+        (a_plan(split=(1, 2, 8)), 8, ("plan.pipeline-split-invalid", "8 layers", "1 to 7")),
+        (a_plan(split=(1, 2)), 8, ("plan.pipeline-split-count", "3 stages", "3 boundaries")),
+        (a_plan("interleaved_1f1b", pp=2, split=(1, 2)), 8, ("plan.pipeline-split-count", "3 stages", "3 boundaries")),
+        (a_plan(accumulation=2), 8, ("plan.pipeline-accumulation", "accumulation = 4 with micro_batch = 1")),
+        (a_plan(accumulation=1), 8, ("plan.pipeline-accumulation", "accumulation = 4", "a batch of 4")),
+        (a_plan("interleaved_1f1b", pp=2, accumulation=5), 8, ("plan.pipeline-accumulation", "accumulation = 2 with")),
+        (
+            a_plan("dualpipev", pp=2, accumulation=3),
+            8,
+            ("plan.pipeline-accumulation", "accumulation = 6 with micro_batch = 1"),
+        ),
+        (
+            a_plan("zbv", pp=2, compile="blocks"),
+            8,
+            ("support.split-backward-option", 'compile = "none"', "interleaved_1f1b"),
+        ),
+        (a_plan("zbv", pp=2, recompute="full"), 8, ("support.split-backward-option", 'recompute = "none"')),
+        (a_plan(compile="model"), 8, ("support.pipeline-whole-compile", 'compile = "blocks"')),
+        (a_plan(gradient_sync="every"), 8, ("support.pipeline-gradient-sync", 'gradient_sync = "last"')),
+    ],
+)
+def test_pipeline_that_cannot_run_is_refused_with_the_nearest_that_can(plan, num_layers, refusal):
+    with refuses(*refusal):
+        check_pipeline(plan, num_layers)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipev"])
+def test_split_backward_on_sharded_stages_is_refused(schedule):
+    plan = Plan(layout=Layout(pp=2, shard=2), zero=2, accumulation=4, pipeline=Pipeline(schedule=schedule))
+    with refuses("support.split-backward-sharded", "interleaved_1f1b"):
+        check_pipeline(plan)
+
+
+def test_plan_without_pipeline_is_left_alone():
+    check_pipeline(Plan(gradient_sync="every"), num_layers=0)
+
+
+def test_check_needs_no_torch():
+    code = "import sys, shardwise.parallel.stage_plan; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

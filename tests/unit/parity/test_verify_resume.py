@@ -1,0 +1,196 @@
+"""verify --resume: sound resumes pass, and bugs planted in forked ranks are named."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from refusals import refuses
+from shardwise.data import loaders
+from shardwise.job import refer
+from shardwise.parity import verify
+from shardwise.parity.kill import Kill, choose_kills
+from shardwise.parity.report import summary_line
+from shardwise.training import saving
+from shardwise.training.step import plain
+
+JOBS = Path(__file__).parent / "jobs.py"
+
+
+def report_on(plans, job="job", nproc=2, **options):
+    return verify(refer(f"{JOBS}:{job}", {}), plans, nproc=nproc, resume=True, **{"steps": 5, **options})
+
+
+def finding_on(plan="ddp", **options):
+    (verdict,) = report_on([plan], **options).verdicts
+    assert verdict.status == "failed", verdict
+    (finding,) = verdict.findings
+    return finding
+
+
+def test_sound_resumes_pass_under_the_next_plan_on_other_ranks():
+    report = report_on(["zero3", "zero1"], nproc=2)
+    assert report.exit_code == 0, report
+    for verdict, following in zip(report.verdicts, ("zero1", "zero3"), strict=True):
+        assert (verdict.status, verdict.findings) == ("passed", ())
+        assert verdict.worst.relative < 1e-11
+        assert verdict.measure.endswith(f"resumed on 2 ranks, then as {following} on 1 rank")
+    assert summary_line(report) == "jobs: 2 passed; 5 steps on 2 ranks beside a run that nobody stopped"
+
+
+def test_keyed_masks_are_the_same_on_other_ranks():
+    (verdict,) = report_on(["ddp"], job="keyed_dropout").verdicts
+    assert verdict.status == "passed", verdict
+    assert verdict.measure.endswith("then as ddp on 1 rank")
+
+
+def test_a_plan_of_fixed_ranks_is_refitted():
+    (verdict,) = report_on(["shard2.tp2"], job="untied", nproc=4, steps=4).verdicts
+    assert verdict.status == "passed", verdict
+    assert verdict.measure.endswith("then as shard2.tp2 on 2 ranks")
+
+
+def test_fp32_stays_within_the_measured_noise():
+    (verdict,) = report_on(["ddp"], precision="fp32", steps=4).verdicts
+    assert verdict.status == "passed", verdict
+    assert 0 < verdict.worst.relative < verdict.worst.limit < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("plan", "job", "words"),
+    [
+        ("ddp+precision=bf16", "job", "computes in bf16"),
+        ("ddp+accumulation=2", "batch_norm", "belong to a micro-batch"),
+        ("tp", "batch_norm", "no rules for tensor parallelism"),
+    ],
+)
+def test_plans_that_cannot_be_proven_are_refused(plan, job, words):
+    report = report_on([plan], job=job)
+    assert report.verdicts[0].status == "refused"
+    assert words in report.verdicts[0].reason
+    assert report.exit_code == 2
+
+
+def test_too_few_steps_are_refused_before_any_process_starts():
+    with refuses("verify.too-few-steps", "--steps 4"):
+        report_on(["ddp"], steps=3)
+
+
+def test_kills_are_seeded_and_leave_something_to_resume_from():
+    assert choose_kills("ddp", 6) == choose_kills("ddp", 6)
+    moments = set()
+    for steps in range(4, 30):
+        first, second = choose_kills("zero3", steps)
+        assert first.moment == "step"
+        assert first.step >= 1
+        assert first.step + 2 <= second.step <= steps - 1
+        moments.add(second.moment)
+    assert moments == {"open", "os.rename"}
+    assert str(Kill(moment="open", step=4)) == "as the checkpoint of step 4 was begun"
+
+
+def after_resume(monkeypatch, bug):
+    """Have `bug(step)` done to every resumed step after its state was restored."""
+    right = saving.Saving.resume
+
+    def planted(self, build):
+        step = right(self, build)
+        if step is not None:
+            bug(step)
+        return step
+
+    monkeypatch.setattr(saving.Saving, "resume", planted)
+
+
+def test_a_cursor_off_by_one_batch(monkeypatch):
+    right = loaders.IndexLoader.__init__
+
+    def late(self, *args, first_step, **options):
+        right(self, *args, first_step=first_step + bool(first_step), **options)
+
+    monkeypatch.setattr(loaders.IndexLoader, "__init__", late)
+    finding = finding_on()
+    assert finding.cause == "other samples"
+    assert f"step {finding.step} trained on the rows of step {finding.step + 1}" in finding.evidence
+
+
+def test_an_optimizer_that_is_not_restored(monkeypatch):
+    after_resume(monkeypatch, lambda step: step.optimizer.state.clear())
+    finding = finding_on("zero3")
+    assert finding.cause == "optimizer not restored"
+    assert "zero3 on 2 ranks, resumed" in finding.evidence
+
+
+def test_an_optimizer_that_is_not_restored_on_other_ranks_only(monkeypatch):
+    after_resume(monkeypatch, lambda step: step.optimizer.state.clear() if dist.get_world_size() == 1 else None)
+    finding = finding_on("zero3")
+    assert finding.cause == "optimizer not restored"
+    assert "zero3 on 1 rank" in finding.evidence
+
+
+@torch.no_grad()
+def disturb(step):
+    for _, parameter in step.named_parameters():
+        parameter.mul_(1 + 1e-6)
+
+
+def test_weights_that_are_not_restored(monkeypatch):
+    after_resume(monkeypatch, disturb)
+    assert finding_on().cause == "weights not restored"
+
+
+def test_random_numbers_that_are_not_restored_in_a_job_without_dropout(monkeypatch):
+    after_resume(monkeypatch, lambda step: torch.manual_seed(5))
+    finding = finding_on()
+    assert finding.cause == "random numbers not restored"
+    assert finding.ranks == (0, 1)
+
+
+def test_a_learning_rate_that_begins_anew(monkeypatch):
+    after_resume(monkeypatch, lambda step: setattr(step, "base_rates", [rate / 2 for rate in step.base_rates]))
+    assert finding_on().cause == "learning rate not restored"
+
+
+def test_batch_statistics_that_are_not_restored(monkeypatch):
+    after_resume(monkeypatch, lambda step: [buffer.zero_() for buffer in step.model.buffers()])
+    finding = finding_on(job="batch_norm")
+    assert finding.cause == "buffers not restored"
+    assert finding.parameter.startswith("1.")
+
+
+def test_a_run_that_starts_again_instead(monkeypatch):
+    monkeypatch.setattr(saving.Saving, "resume", lambda self, build: None)
+    finding = finding_on()
+    assert finding.cause == "not resumed"
+    assert finding.step == 0
+
+
+def test_saves_that_never_happen_fail_the_plan(monkeypatch):
+    monkeypatch.setattr("shardwise.parity.kill._PATIENCE_S", 0.5)
+    monkeypatch.setattr(saving.Saving, "is_due", lambda self, number: False)
+    (verdict,) = report_on(["ddp"]).verdicts
+    assert verdict.status == "failed"
+    assert "no checkpoint of step" in verdict.reason
+
+
+def test_a_plan_that_is_off_by_itself_is_blamed_and_not_resume(monkeypatch):
+    right = plain.PlainStep._backward
+
+    def scaled(self, micro_batch, weight):
+        return right(self, micro_batch, weight * (2 if dist.get_world_size() == 1 else 1))
+
+    monkeypatch.setattr(plain.PlainStep, "_backward", scaled)
+    finding = finding_on()
+    assert finding.cause == "another plan, other numbers"
+    assert "ddp on 1 rank differs even if nobody stops it" in finding.evidence
+
+
+def test_a_job_that_draws_random_numbers_is_told_apart():
+    finding = finding_on(job="noisy")
+    assert finding.cause == "random numbers"
+    assert "--set masks=keyed" in finding.evidence
+
+
+def test_a_job_that_differs_each_time_is_told_apart():
+    assert finding_on(job="restless").cause == "non-deterministic operation"

@@ -1,0 +1,249 @@
+import dataclasses
+
+import pytest
+
+from refusals import refuses
+from shardwise.hardware.calibration import default_calibration
+from shardwise.hardware.cluster import parse_cluster
+from shardwise.layout import Layout
+from shardwise.parallel.support import require_supported
+from shardwise.planner.cost.memory import predict_memory
+from shardwise.planner.model.forms import Model
+from shardwise.planner.model.published import published
+from shardwise.planner.search.batches import usual_batch
+from shardwise.planner.search.explain import (
+    decision_path,
+    in_gb,
+    in_numbers,
+    in_seconds,
+    over_the_host_limit,
+    over_the_limit,
+    reason,
+    savings,
+    smallest_cluster,
+)
+from shardwise.planner.search.gains import capture_gain, compile_gain, rounds_gain
+from shardwise.planner.search.report import answer_data
+from shardwise.planner.search.search import Question, search
+from shardwise.planner.search.subject import published_subject
+from shardwise.plans.plan import Plan, Precision
+
+
+def model(name, **options):
+    plain, gathered = (published(name, compute="bf16", gathered=gathered, **options) for gathered in (False, True))
+    return Model(plain=plain, gathered=gathered)
+
+
+def asked(name, cluster, batch_size):
+    where = parse_cluster(cluster)
+    return Question(
+        model=model(name) if isinstance(name, str) else name,
+        cluster=where,
+        calibration=default_calibration(where.node),
+        batch_size=batch_size,
+        precision=Precision(compute="bf16"),
+    )
+
+
+def wide_convolutions(times):
+    """A ResNet-50 with so many times as many parameters in every weight, work and memory otherwise as it is."""
+
+    def widen(shape):
+        parts = tuple(
+            dataclasses.replace(
+                part,
+                weights=tuple(dataclasses.replace(w, numel=w.numel * times, rows=w.rows * times) for w in part.weights),
+            )
+            for part in shape.parts
+        )
+        return dataclasses.replace(shape, parts=parts)
+
+    resnet = model("resnet-50")
+    return Model(plain=widen(resnet.plain), gathered=widen(resnet.gathered))
+
+
+def test_a_family_without_room_says_what_it_needs_and_what_to_shard():
+    words = reason(search(asked("llama-7b", "8xA100-40GB", 64)), "ddp")
+    limit = "a plan may use 40.2 GB (95% of the device's 42.3 GB)"
+    assert f"{limit}: shard optimizer states (-47.2 GB) or shard gradients (-47.2 GB)" in words
+
+
+def test_a_plan_between_the_limit_and_the_device_says_which_it_exceeds():
+    question = asked("llama-7b", "8xA100-40GB", 64)
+    memory = search(question).families["ddp"].memory
+    near = dataclasses.replace(memory, reserved=41.2e9 - memory.outside)
+    assert over_the_limit(near, question) == "needs 41.2 GB, a plan may use 40.2 GB (95% of the device's 42.3 GB)"
+    near = dataclasses.replace(memory, host=question.host_room + 1e9)
+    assert "(90% of a device's share of the node's " in over_the_host_limit(near, question)
+
+
+def test_reasons_name_the_chosen_the_slower_and_the_unneeded():
+    answer = search(asked("llama-7b", "8xA100-40GB", 64))
+    assert reason(answer, answer.best.family) == "chosen"
+    assert "slower: " in reason(answer, "hsdp")
+    assert reason(answer, "offload").startswith("not needed: zero3 fits without it")
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "family", "words"),
+    [
+        ("resnet-50", "1xH100", "zero3", "one device has no other"),
+        ("resnet-50", "2xH100", "hsdp", "too few to cut two ways"),
+        ("resnet-50", "4xH100", "tp", "not known to be cut"),
+        ("gpt2-xl", "4xH100", "tp", "cut evenly by 5, 25 only"),
+    ],
+)
+def test_what_cannot_be_has_its_own_reason(name, cluster, family, words):
+    assert words in reason(search(asked(name, cluster, 32)), family)
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "words"),
+    [
+        ("resnet-50", "8xH100", "not known to run on slices"),
+        ("llama-7b", "8xH100", "too short to cut: a slice keeps 4096"),
+        ("llama3-8b", "3xH100", "cut evenly by 2, 4, 8, 16, 32 only"),
+    ],
+)
+def test_sequences_that_are_not_cut_have_their_reason(name, cluster, words):
+    assert words in reason(search(asked(name, cluster, 48)), "cp")
+
+
+def test_cutting_sequences_is_named_where_they_do_not_fit():
+    question = asked(model("llama3-8b", length=131_072), "8xH100", 32)
+    assert "cut sequences by cp 8" in reason(search(question), "zero3")
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (Layout(shard=8), ["cut sequences by cp 8"]),
+        (Layout(shard=2, tp=4), ["cut sequences by cp 2"]),
+        (Layout(pp=2, shard=4), []),
+    ],
+)
+def test_sequences_are_to_be_cut_only_as_far_as_the_rest_of_the_plan_allows(layout, words):
+    question = asked(model("llama3-8b", length=131_072), "8xH100", 32)
+    plan = Plan(layout=layout, zero=3, precision=question.precision)
+    memory = predict_memory(question.model.for_plan(plan), plan)
+    ways = [way.partition(" (-")[0] for way in savings(plan, memory, question)]
+    assert [way for way in ways if way.startswith("cut sequences")] == words
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words"), [("8xH100", "whole ones take"), ("64xH100", "32 samples keep 64 devices busy only if")]
+)
+def test_why_samples_are_cut_is_said(cluster, words):
+    fork = decision_path(search(asked(model("llama3-8b", length=131_072), cluster, 32)))[-2]
+    assert fork.answer.startswith("into ")
+    assert words in fork.because
+
+
+def test_what_capturing_and_rare_meetings_gain_is_said():
+    small = search(asked("gpt2-tiny", "1xH200", 8))
+    assert capture_gain(small) > 0.3
+    assert rounds_gain(small) == 0
+    slow = search(asked("gpt2", "8x1xA100-40GB", 256))
+    assert slow.best.family == "ddp"
+    assert 0 < rounds_gain(slow) < 1
+    assert capture_gain(slow) == 0
+
+
+def test_rare_meetings_are_not_advised_where_batch_norms_meet_in_every_step():
+    slow = search(asked("resnet-50", "8x1xA100-40GB", 256))
+    assert slow.best.plan.layout.replicate == 8
+    assert rounds_gain(slow) == 0
+
+
+def test_a_batch_smaller_than_the_world_is_the_reason():
+    assert "fewer samples than there are devices" in reason(search(asked("llama-7b", "8xH100", 4)), "zero3")
+
+
+def test_savings_come_with_the_largest_first():
+    answer = search(asked("llama-7b", "8xA100-40GB", 64))
+    rejected = answer.families["zero1"]
+    ways = savings(rejected.plan, rejected.memory, answer.question)
+    assert ways[0].startswith("shard ")
+    assert all("optimizer states" not in way or way.startswith("offload") for way in ways)
+
+
+def test_a_model_that_fits_ends_at_ddp():
+    path = decision_path(search(asked("resnet-50", "8xA100-80GB", 256)))
+    assert [(fork.question, fork.answer) for fork in path] == [
+        ("Does the model fit in GPU memory?", "yes"),
+        ("The tree says", "ddp"),
+        ("The numbers say", "ddp"),
+    ]
+
+
+def test_a_large_transformer_ends_at_fsdp():
+    path = decision_path(search(asked("llama-7b", "8xA100-40GB", 64)))
+    assert [fork.answer for fork in path] == ["no", "yes", "fsdp or zero3", "zero3"]
+    assert path[0].because.endswith("of 42.3 GB")
+
+
+def test_a_large_convolutional_net_on_slow_links_ends_at_a_pipeline():
+    path = decision_path(search(asked(wide_convolutions(100), "8xRTX-4090", 256)))
+    assert [fork.answer for fork in path] == ["no", "no", "pipeline or tensor parallel", "pp"]
+
+
+def test_what_compiling_gains_is_said():
+    assert 0.05 < compile_gain(search(asked("llama-7b", "8xA100-40GB", 64))) < 0.3
+    assert compile_gain(search(asked("llama3-405b", "1xH100", 8))) == 0
+
+
+def test_the_smallest_cluster_holds_what_this_one_does_not():
+    question = asked("llama-70b", "1xH100", 64)
+    cluster, family = smallest_cluster(question)
+    assert search(question).best is None
+    assert search(dataclasses.replace(question, cluster=cluster)).best.family == family
+
+
+def test_no_cluster_holds_a_sample_that_fills_a_device():
+    huge = dataclasses.replace(asked("llama3-405b", "1xT4", 8), batch_size=8)
+    assert smallest_cluster(huge, batch_size=7) is None
+
+
+def test_data_has_the_numbers_of_the_answer():
+    answer = search(asked("llama-7b", "8xA100-40GB", 64))
+    data = answer_data(answer, every=True)
+    assert data["best"]["plan"]["layout"] == str(answer.best.plan.layout)
+    assert data["best"]["time"]["step_s"] == answer.best.time.seconds
+    assert data["families"]["ddp"]["fits"] is False
+    assert data["families"]["ddp"]["memory"]["total_bytes"] > answer.question.cluster.device.memory_bytes
+    assert len(data["candidates"]) == data["plans_predicted"]
+
+
+def test_adapters_freeze_all_weights_and_need_less_memory():
+    whole = asked("llama-70b", "8xH100", 128)
+    tuned = dataclasses.replace(whole, model=model("llama-70b", lora=16))
+    assert search(whole).best.family == "offload"
+    assert search(tuned).best.family == "zero3"
+    assert {
+        weight.trained for part in tuned.model.plain.parts for weight in part.weights if "lora" not in weight.name
+    } == {False}
+
+
+def test_adapters_of_rank_0_are_refused():
+    with refuses("job.lora-rank-invalid", 0):
+        published_subject("llama-7b", parse_cluster("8xH100"), accepts=require_supported, lora=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "devices", "lora", "batch"),
+    [
+        ("resnet-50", None, 8, False, 256),
+        ("gpt2-xl", 1024, 4, False, 512),
+        ("llama-70b", 4096, 48, False, 1056),
+        ("llama3-405b", 8192, 16_384, False, 2048),
+        ("llama-7b", 4096, 8, True, 128),
+    ],
+)
+def test_usual_batches_divide_over_the_devices(name, tokens, devices, lora, batch):
+    assert usual_batch(name, tokens, devices, lora=lora) == batch
+
+
+def test_quantities_are_said_in_the_unit_that_suits_them():
+    assert (in_numbers(6.74e9), in_numbers(125_000)) == ("6.74 billion", "125 thousand")
+    assert (in_seconds(2.5), in_seconds(0.0193)) == ("2.5 s", "19.3 ms")
+    assert (in_gb(1.5e9), in_gb(1.329e12)) == ("1.5 GB", "1,329 GB")

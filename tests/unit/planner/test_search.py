@@ -1,0 +1,215 @@
+import dataclasses
+import itertools
+
+import pytest
+
+from shardwise.errors import PlanError
+from shardwise.hardware.calibration import default_calibration
+from shardwise.hardware.cluster import parse_cluster
+from shardwise.parallel.support import require_supported
+from shardwise.planner.cost.memory import predict_memory
+from shardwise.planner.cost.time import TimeModel
+from shardwise.planner.model.forms import Model
+from shardwise.planner.model.published import published
+from shardwise.planner.search.choices import divisors, groups, make_plan, variants
+from shardwise.planner.search.families import FAMILIES, family_of, simplicity
+from shardwise.planner.search.floors import Floors
+from shardwise.planner.search.search import Candidate, Question, Rejected, anything_fits, choose, search
+from shardwise.plans.plan import Plan, Precision
+
+CASES = {
+    "resnet-50 on 8xA100-80GB": 256,
+    "gpt2-xl on 4xA100-40GB": 64,
+    "llama-7b on 8xA100-40GB": 64,
+    "llama-7b on 8xRTX-4090": 32,
+    "llama-13b on 2xH100": 16,
+}
+LARGE = {
+    "gpt2-xl on 64xA100-40GB": 512,
+    "llama-7b on 64xA100-40GB": 1024,
+    "llama-7b on 64xRTX-4090": 256,
+    "llama-70b on 64xH100": 1024,
+    "llama3-405b on 64xH200": 256,
+}
+
+
+def asked(case, batch_size, length=None, **fields):
+    name, _, cluster = case.partition(" on ")
+    where = parse_cluster(cluster)
+    plain, gathered = (published(name, compute="bf16", gathered=each, length=length) for each in (False, True))
+    model = Model(plain=plain, gathered=gathered)
+    return Question(
+        model=model,
+        cluster=where,
+        calibration=default_calibration(where.node),
+        batch_size=batch_size,
+        precision=Precision(compute="bf16"),
+        **{"accepts": require_supported, **fields},
+    )
+
+
+def same(one, other):
+    """Whether two answers have the same best plan, and the same best or none in every family."""
+    pairs = [(one.families[family], other.families[family]) for family in FAMILIES]
+    return (one.best and one.best.plan) == (other.best and other.best.plan) and all(
+        type(a) is type(b) and (isinstance(a, Rejected) or a.plan == b.plan) for a, b in pairs
+    )
+
+
+@pytest.mark.parametrize(("case", "batch_size"), CASES.items())
+def test_the_shortcut_finds_what_predicting_everything_finds(case, batch_size):
+    question = asked(case, batch_size)
+    quick, whole = search(question), search(question, exhaustive=True)
+    assert same(quick, whole)
+    assert len(quick.candidates) <= len(whole.candidates)
+
+
+def test_the_shortcut_finds_what_predicting_everything_finds_for_long_samples():
+    question = asked("llama3-8b on 8xA100-40GB", 8, length=32_768)
+    quick = search(question)
+    assert same(quick, search(question, exhaustive=True))
+    assert {"cp", "tp"} <= {candidate.family for candidate in quick.candidates}
+    assert any(candidate.plan.fused_loss for candidate in quick.candidates)
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("case", "batch_size"), LARGE.items())
+def test_the_shortcut_finds_what_predicting_everything_finds_on_64_devices(case, batch_size):
+    question = asked(case, batch_size)
+    assert same(search(question), search(question, exhaustive=True))
+
+
+@pytest.mark.parametrize(("case", "batch_size"), CASES.items())
+def test_every_candidate_fits_divides_the_batch_and_can_be_applied(case, batch_size):
+    question = asked(case, batch_size)
+    answer = search(question)
+    assert answer.candidates
+    for candidate in answer.candidates:
+        require_supported(candidate.plan)
+        assert candidate.plan.batch_size == batch_size
+        assert candidate.plan.layout.world_size == question.cluster.num_devices
+        assert question.cluster.devices_per_node % candidate.plan.layout.tp == 0
+        assert candidate.memory.total <= 0.95 * question.cluster.device.memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("case", "batch_size", "length"),
+    [("gpt2-xl on 4xA100-40GB", 32, None), ("llama-7b on 8xA100-40GB", 32, None), ("llama3-8b on 8xH100", 8, 32_768)],
+)
+def test_floors_are_never_above_predictions(case, batch_size, length):
+    question = asked(case, batch_size, length)
+    times = TimeModel(question.cluster, question.calibration)
+    floors, base, checked = Floors(question, times), Plan(precision=question.precision), 0
+    cluster = question.cluster
+    everything = groups(question.model.plain, cluster.num_devices, cluster.devices_per_node, batch_size)
+    for group in itertools.islice(everything, 0, None, 2):
+        for variant in [form._replace(fused_loss=fused) for form in variants(group) for fused in (False, True)]:
+            plan = make_plan(base, group, variant)
+            shape = question.model.for_plan(plan)
+            assert floors.memory(group, variant) <= predict_memory(shape, plan).total
+            assert floors.seconds(group) <= times.predict(shape, plan).seconds * (1 + 1e-9)
+            checked += 1
+    assert checked > 50
+
+
+def test_offload_is_looked_at_only_when_nothing_else_fits():
+    roomy, tight = search(asked("llama-7b on 8xH100", 64)), search(asked("llama-70b on 8xH100", 64))
+    assert roomy.families["offload"].reason == "not needed"
+    assert tight.best.family == "offload"
+    assert all(isinstance(tight.families[family], Rejected) for family in FAMILIES if family != "offload")
+    assert tight.best.memory.host > 0
+
+
+def test_nothing_fits_is_an_answer():
+    answer = search(asked("llama3-405b on 1xH100", 8))
+    assert answer.best is None
+    assert answer.families["ddp"].reason == "memory"
+    assert anything_fits(answer.question) is None
+
+
+def test_a_refused_family_says_why():
+    def refuse(plan):
+        if plan.zero == 3:
+            raise PlanError("zero 3 is out of fashion", code="support.zero3", fix="use another")
+
+    answer = search(asked("gpt2-xl on 4xA100-40GB", 64, accepts=refuse))
+    assert answer.families["zero3"] == Rejected(family="zero3", reason="impossible", detail="zero 3 is out of fashion")
+    assert all(candidate.plan.zero != 3 for candidate in answer.candidates)
+
+
+def slowed(candidate, plan, factor):
+    time = dataclasses.replace(candidate.time, seconds=candidate.time.seconds * factor)
+    return dataclasses.replace(candidate, plan=plan, time=time)
+
+
+@pytest.mark.parametrize(
+    ("simple", "involved", "slower", "winner"),
+    [
+        ("ddp", "zero3", 1.04, "ddp"),
+        ("ddp", "zero3", 1.06, "zero3"),
+        ("zero3", "tp", 1.09, "zero3"),
+        ("zero3", "tp", 1.11, "tp"),
+        ("zero2", "zero3", 0.9, "zero2"),
+    ],
+)
+def test_the_simpler_plan_wins_when_the_model_cannot_tell(simple, involved, slower, winner):
+    candidate = search(asked("gpt2-xl on 4xA100-40GB", 64)).best
+    plans = {name: Plan.preset(name, 4, batch_size=64) for name in (simple, involved)}
+    pair = [slowed(candidate, plans[simple], slower), slowed(candidate, plans[involved], 1.0)]
+    for order in (pair, pair[::-1]):
+        assert choose(order).family == winner
+
+
+def test_different_plans_differ_in_simplicity():
+    answer = search(asked("llama-7b on 8xA100-40GB", 16), exhaustive=True)
+    keys = [simplicity(candidate.plan) for candidate in answer.candidates]
+    assert len(set(keys)) == len(keys) > 100
+
+
+def test_long_samples_fit_where_their_tokens_are_cut():
+    """8 GPUs of 80 GB hold no plan for 131,072 tokens that leaves them whole but by cutting matrices."""
+    answer = search(asked("llama3-8b on 8xH100", 32, length=131_072))
+    assert answer.best.family == "cp"
+    assert all(isinstance(answer.families[name], Rejected) for name in ("ddp", "zero1", "zero2", "zero3", "hsdp", "pp"))
+
+
+def test_more_devices_than_samples_are_used_by_cutting_tokens():
+    answer = search(asked("llama3-8b on 64xH100", 32, length=131_072))
+    assert answer.best.plan.layout.cp > 1
+    assert answer.best.plan.batch_size == 32
+
+
+def test_logits_are_fused_where_that_makes_room_and_left_alone_where_they_are_small():
+    large, small = search(asked("llama3-8b on 8xA100-40GB", 64)), search(asked("resnet-50 on 8xA100-80GB", 256))
+    assert any(candidate.plan.fused_loss for candidate in large.candidates)
+    assert not any(candidate.plan.fused_loss for candidate in small.candidates)
+    refused = asked("llama3-8b on 8xA100-40GB", 64)
+    refused = dataclasses.replace(
+        refused,
+        model=Model(
+            plain=dataclasses.replace(refused.model.plain, head=None),
+            gathered=dataclasses.replace(refused.model.gathered, head=None),
+        ),
+    )
+    assert not any(candidate.plan.fused_loss for candidate in search(refused).candidates)
+    whole, fused = search(refused).families["zero3"], large.families["zero3"]
+    assert fused.time.seconds < whole.time.seconds
+    assert fused.plan.micro_batch > whole.plan.micro_batch
+
+
+def test_families_are_named_by_what_is_cut():
+    names = {"ddp": "ddp", "fsdp": "zero3", "hsdp": "hsdp", "pp2.shard4": "pp", "shard4.tp2": "tp", "pp2.tp4": "3d"}
+    for preset, family in names.items():
+        assert family_of(Plan.preset(preset, 8)) == family
+
+
+def test_divisors_rise():
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(1) == [1]
+
+
+def test_a_candidate_knows_its_family():
+    best = search(asked("resnet-50 on 8xA100-80GB", 256)).best
+    assert isinstance(best, Candidate)
+    assert best.family == "ddp"

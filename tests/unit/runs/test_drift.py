@@ -1,0 +1,54 @@
+"""Drift, from fingerprints to one sentence."""
+
+import pytest
+
+from shardwise.runs.drift import Cause, Copies, Drift, Evidence, decide, first_unequal
+
+
+def copies(*prints, name="weight"):
+    return Copies(name=name, prints=dict(enumerate(prints)))
+
+
+def test_the_ranks_that_differ_from_most_are_the_odd_ones():
+    assert copies(7, 5, 5, 5).odd_ranks == (0,)
+    assert copies(5, 6, 5, 7).odd_ranks == (1, 3)
+
+
+def test_without_a_majority_the_lowest_rank_is_right():
+    assert copies(5, 6).odd_ranks == (1,)
+    assert copies(6, 5, 5, 6).odd_ranks == (1, 2)
+
+
+def test_the_first_tensor_is_named_and_the_others_are_counted_once():
+    found = [copies(1, 1), copies(1, 2, name="a"), copies(3, 4, name="b"), copies(5, 6, name="b")]
+    assert first_unequal(found) == (copies(1, 2, name="a"), 1)
+    assert first_unequal(found[:1]) is None
+
+
+EVIDENCE = {
+    "start": (Evidence(at_start=True), Cause.START),
+    "settings": (Evidence(gradients_equal=True, settings_equal=False), Cause.SETTINGS),
+    "not summed": (Evidence(gradients_equal=False), Cause.BATCHES),
+    "not summed, and shaky": (Evidence(gradients_equal=False, unsteady_gradient=frozenset({0})), Cause.BATCHES),
+    "shaky": (Evidence(gradients_equal=False, same_samples=True, unsteady_gradient=frozenset({0})), Cause.OPERATION),
+    "steady": (Evidence(gradients_equal=False, same_samples=True, is_step_cleared=True), Cause.OUTSIDE),
+    "shaky update": (Evidence(gradients_equal=True, unsteady_update=frozenset({1})), Cause.UPDATE),
+    "shaky buffer": (Evidence(unsteady_update=frozenset({1})), Cause.OPERATION),
+    "buffer": (Evidence(is_step_cleared=True), Cause.BUFFER),
+    "elsewhere": (Evidence(gradients_equal=True, is_step_cleared=True), Cause.OUTSIDE),
+    "nobody knows": (Evidence(gradients_equal=True), Cause.UNKNOWN),
+}
+
+
+@pytest.mark.parametrize("name", EVIDENCE)
+def test_evidence_leaves_one_cause(name):
+    evidence, cause = EVIDENCE[name]
+    assert decide(evidence) is cause
+
+
+def test_a_drift_is_one_sentence():
+    drift = Drift(step=12, last_equal=10, copies=copies(1, 1, 2, 2, 1), others=1, cause=Cause.SETTINGS)
+    assert str(drift) == (
+        "replicas differ after step 12 (equal after step 10): ranks 2-3 hold another weight than ranks 0-1, 4,"
+        f" and 1 more tensor; {Cause.SETTINGS.value}"
+    )

@@ -1,0 +1,242 @@
+"""Losses that cannot be right are refused at the first step; what counts is carried exactly, row tensors by origin."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, normalize
+
+import shardwise as sw
+from refusals import refuses
+from shardwise.plans import Precision
+from shardwise.testing import run_ranks
+from shardwise.training.evaluate import evaluate
+
+FP64 = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp64")
+
+
+class Points(torch.utils.data.Dataset):
+    def __init__(self, length=8):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(6, generator=generator, dtype=torch.float64), torch.tensor(index % 4)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.relu(self.linear(x))
+
+
+class Net(nn.Module):
+    """Returns logits and, if asked, a table that depends on the model alone."""
+
+    def __init__(self, table=0):
+        super().__init__()
+        self.stem = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, 4)
+        self.table = nn.Linear(3, table, bias=False) if table else None
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return logits if self.table is None else {"table": normalize(self.table.weight, dim=-1), "logits": logits}
+
+
+def make_job(loss, length=8, **changes):
+    fields = {
+        "model": Net,
+        "data": lambda split: Points(length) if split == "train" else None,
+        "loss": loss,
+        "optimizer": sw.sgd(lr=0.1),
+        "batch_size": 8,
+        "steps": 1,
+    }
+    return sw.Job(**{**fields, **changes})
+
+
+def train(world, job, name="one", accumulation=1):
+    """Return the global losses, the remarks and, on rank 0, the trained weights."""
+    plan = sw.Plan.preset(name, world.size, batch_size=job.batch_size, accumulation=accumulation)
+    remarks = []
+    step = sw.build_step(job, dataclasses.replace(plan, precision=FP64), world, note=remarks.append)
+    losses = [world.sum({"loss": float(step(batch).loss_share)})["loss"] for batch in step.feed]
+    return losses, remarks, sw.full_state_dict(step.model)
+
+
+def row_sum(output, batch):
+    return cross_entropy(output, batch[1], reduction="sum")
+
+
+def contrast(output, batch):
+    similarity = output @ output.T
+    return cross_entropy(similarity, torch.arange(len(output)), reduction="sum") + 0 * batch[0].sum()
+
+
+REFUSED = {
+    "zero count": (sw.Loss(sum=row_sum, count=lambda _: 0), ("loss.count-zero",)),
+    "mean": (sw.Loss(sum=lambda output, batch: cross_entropy(output, batch[1])), ("loss.sum-is-mean",)),
+    "vector": (
+        sw.Loss(sum=lambda output, batch: cross_entropy(output, batch[1], reduction="none")),
+        ("loss.sum-not-scalar", "shape [8]"),
+    ),
+    "count of rows": (
+        sw.Loss(sum=row_sum, count=lambda batch: batch[1]),
+        ("loss.count-not-number", "shape [8]"),
+    ),
+    "negative count": (sw.Loss(sum=row_sum, count=lambda _: -1), ("loss.count-not-number", "-1")),
+    "not a number": (
+        sw.Loss(sum=row_sum, count=lambda _: torch.tensor(float("nan"))),
+        ("loss.count-not-number", "nan"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_loss_that_cannot_be_right_is_refused(case):
+    loss, refusal = REFUSED[case]
+    with refuses(*refusal):
+        run_ranks(train, 1, make_job(loss))
+
+
+def test_a_pipeline_refuses_a_mean_and_reports_a_loss_over_the_micro_batch_on_rank_0():
+    with refuses("loss.sum-is-mean"):
+        run_ranks(train, 2, make_job(REFUSED["mean"][0]), "pp", 2)
+    (_, remarks, _), _ = run_ranks(train, 2, make_job(sw.Loss(sum=contrast)), "pp", 2)
+    assert len(remarks) == 1
+    assert "depends on which rows share a micro-batch" in remarks[0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "times"),
+    [
+        (sw.Loss(sum=contrast), "and 2 times"),
+        (sw.Loss(sum=lambda output, batch: cross_entropy(output, batch[1]), count=lambda _: 1), "1 and 1 times"),
+        (sw.Loss(sum=row_sum, count=lambda _: 1), "2 and 1 times"),
+    ],
+    ids=["contrastive", "mean of one", "sum over one"],
+)
+def test_a_loss_over_the_whole_micro_batch_gets_a_remark(loss, times):
+    ((_, remarks, _),) = run_ranks(train, 1, make_job(loss))
+    assert len(remarks) == 1
+    assert times in remarks[0]
+
+
+def test_the_check_draws_no_random_number_and_moves_no_state_of_the_loss():
+    class Drawing:
+        def __init__(self):
+            self.calls = 0
+
+        def __call__(self, output, batch):
+            self.calls += 1
+            drawn = torch.rand(()) + random.random() + np.random.rand()
+            return row_sum(output, batch) + 0 * drawn
+
+    def body(world):
+        loss = Drawing()
+        plan = dataclasses.replace(sw.Plan.preset("one", 1, batch_size=8), precision=FP64)
+        step = sw.build_step(make_job(sw.Loss(sum=loss)), plan, world)
+        (batch,) = step.feed
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        step(batch)
+        after = (torch.rand(()).item(), random.random(), np.random.rand())
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        torch.rand(()), random.random(), np.random.rand()
+        return loss.calls, after == (torch.rand(()).item(), random.random(), np.random.rand())
+
+    assert run_ranks(body, 1) == [(1, True)]
+
+
+def test_the_check_calls_no_loss_that_keeps_state():
+    def body(world):
+        center, seen = nn.BatchNorm1d(4, dtype=torch.float64), []
+
+        def recorded(output, batch):
+            seen.append(len(output))
+            return row_sum(output, batch)
+
+        train(world, make_job(sw.Loss(sum=lambda output, batch: row_sum(center(output), batch))))
+        train(world, make_job(sw.Loss(sum=recorded)))
+        return int(center.num_batches_tracked), len(seen)
+
+    assert run_ranks(body, 1) == [(1, 1)]
+
+
+@pytest.mark.parametrize("name", ["one", "ddp"])
+def test_a_weighted_mean_is_that_of_pytorch_over_the_global_batch(name):
+    weights = torch.tensor([0.05, 0.1, 0.02, 0.03], dtype=torch.float64)
+    job = make_job(sw.losses.weighted_cross_entropy(weights))
+    torch.manual_seed(job.seed)
+    model = Net().double()
+    inputs, targets = (torch.stack(each) for each in zip(*(Points()[index] for index in range(8)), strict=True))
+    wanted = cross_entropy(model(inputs), targets, weight=weights)
+    for losses, remarks, _ in run_ranks(train, 1 if name == "one" else 2, job, name, 2):
+        assert losses == pytest.approx([wanted.item()], rel=1e-9)
+        assert remarks == []
+
+
+@pytest.mark.parametrize(("name", "nproc"), [("one", 1), ("ddp", 2), ("pp", 2)])
+def test_a_table_as_long_as_the_micro_batch_stays_whole_in_short_steps(name, nproc):
+    accumulation, rows = (2, 4) if name != "ddp" else (1, 4)
+
+    def loss_sum(output, batch):
+        return row_sum(output["logits"], batch) + len(batch[1]) * output["table"].square()[:, 0].sum()
+
+    job = make_job(sw.Loss(sum=loss_sum), length=11, steps=2, model=lambda: Net(table=rows))
+    losses = run_ranks(train, nproc, job, name, accumulation)[0][0]
+    alone = run_ranks(train, 1, job, "one", 1)[0][0]  # the micro-batch is longer than the table
+    assert losses == pytest.approx(alone, rel=1e-9)
+
+
+def test_a_table_in_the_batch_is_neither_padded_nor_shortened():
+    def collate(samples):
+        inputs, targets = (torch.stack(each) for each in zip(*samples, strict=True))
+        return inputs, torch.arange(4.0, dtype=torch.float64), targets
+
+    def loss_sum(output, batch):
+        return cross_entropy(output * batch[1], batch[2], reduction="sum")
+
+    job = make_job(
+        sw.Loss(sum=loss_sum), length=11, steps=2, collate=collate, forward=lambda model, batch: model(batch[0])
+    )
+    losses = run_ranks(train, 1, job, "one", 2)[0][0]
+    assert losses == pytest.approx(run_ranks(train, 1, job, "one", 1)[0][0], rel=1e-9)
+
+
+def test_evaluation_counts_samples_whatever_the_length_of_the_first_tensor():
+    def collate(samples):
+        inputs, targets = (torch.stack(each) for each in zip(*samples, strict=True))
+        nodes = inputs.repeat_interleave(5, 0)  # five nodes for each sample
+        return {"nodes": nodes, "graph": torch.arange(len(samples)).repeat_interleave(5), "target": targets}
+
+    def forward(model, batch):
+        logits = model(batch["nodes"])
+        return logits.new_zeros(len(batch["target"]), 4).index_add(0, batch["graph"], logits) / 5
+
+    loss = sw.Loss(sum=lambda output, batch: cross_entropy(output, batch["target"], reduction="sum"), by_row=False)
+    job = make_job(loss, collate=collate, forward=forward, data=lambda _: Points(7))
+
+    def body(world):
+        plan = dataclasses.replace(sw.Plan.preset("ddp", world.size, batch_size=8), precision=FP64)
+        step = sw.build_step(job, plan, world)
+        found = evaluate(job, plan, world, step=step, dataset=Points(7))["loss"]
+        batch = collate([Points()[index] for index in range(7)])
+        wanted = loss.sum(forward(step.model.module if world.size > 1 else step.model, batch), batch) / 7
+        return found, wanted.item()
+
+    for found, wanted in run_ranks(body, 2):
+        assert found == pytest.approx(wanted, rel=1e-9)

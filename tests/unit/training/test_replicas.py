@@ -1,0 +1,241 @@
+"""Replicas on real ranks: unequal ones are named with rank, tensor and cause; equal ones never alarm."""
+
+import os
+from functools import partial
+
+import pytest
+import torch
+from training.sentences import sentences_job
+
+import shardwise as sw
+from refusals import refuses
+from shardwise.errors import TrainingError
+from shardwise.parallel.gradsync import local
+from shardwise.planner.settle import Device, settle
+from shardwise.runs import EventLog
+from shardwise.runs.timeline import Timeline
+from shardwise.testing import run_ranks
+from shardwise.training.loop import run_loop
+from shardwise.training.replicas import ReplicaSpec
+
+
+def verdicts(world, make_job, plan_name, *, every=1, stop=False, overrides=None):
+    """Train and return what was said of replicas, and the last step's loss."""
+    job = make_job(world)
+    plan = settle(
+        plan_name, batch_size=job.batch_size, world_size=world.size, device=Device(), overrides=overrides or {}
+    )
+    found = []
+    events = EventLog(None, lambda event: found.append(event) if event["kind"] == "verdict" else None)
+    report, _ = run_loop(job, plan, world, events, Timeline(), replica_spec=ReplicaSpec(every=every, stop=stop))
+    return [event["text"] for event in found], report.loss
+
+
+def told(make_job, plan_name, nproc=2, **options):
+    """Return the one verdict of rank 0."""
+    results = run_ranks(verdicts, nproc, make_job, plan_name, **options)
+    [[text], *others] = [texts for texts, _ in results]
+    assert others == [[]] * (nproc - 1)
+    return text
+
+
+EQUAL = [
+    (2, "ddp", {}),
+    (2, "zero1", {}),
+    pytest.param(2, "ddp", {"offload.optimizer": "cpu"}, marks=pytest.mark.prove),
+    (4, "hsdp", {}),
+    (2, "tp", {}),
+    pytest.param(4, "shard2.tp2", {}, marks=pytest.mark.prove),
+]
+
+
+@pytest.mark.parametrize(("nproc", "name", "overrides"), EQUAL)
+def test_equal_replicas_are_left_in_peace(nproc, name, overrides):
+    for texts, _ in run_ranks(verdicts, nproc, lambda _: sentences_job(), name, overrides=overrides):
+        assert texts == []
+
+
+@pytest.mark.prove
+def test_stages_are_compared_with_their_own_replicas_only():
+    job = sentences_job("llama-tiny")
+    results = run_ranks(verdicts, 4, lambda _: job, "pp2.replicate2", overrides={"accumulation": "2"})
+    assert [texts for texts, _ in results] == [[]] * 4
+
+
+class Statistics(torch.nn.Module):
+    """A model with batch norm, whose buffers every rank should hold alike, and one buffer of each rank's own."""
+
+    def __init__(self, *, own=False):
+        super().__init__()
+        self.stem = torch.nn.Linear(6, 8)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.head = torch.nn.Linear(8, 3)
+        self.register_buffer("seen", torch.zeros(()))
+        self.own = own
+
+    def forward(self, x):
+        if self.training and self.own:
+            self.seen += x.sum()
+        return self.head(self.norm(self.stem(x)))
+
+
+class Points(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return torch.randn(6, generator=torch.Generator().manual_seed(index)), index % 3
+
+
+def points_job(model=Statistics, **changes):
+    data = lambda split: Points() if split == "train" else None  # noqa: E731
+    return sentences_job(model=model, data=data, loss=sw.losses.cross_entropy, **changes)
+
+
+@pytest.mark.parametrize("statistics", ["sync", "local"])
+def test_batch_statistics_are_left_in_peace(statistics):
+    for texts, _ in run_ranks(verdicts, 2, lambda _: points_job(), "ddp", overrides={"batch_norm": statistics}):
+        assert texts == []
+
+
+def on_rank_1(world, job, spoil, *, at=1):
+    """Have rank 1 do something to its own optimizer's parameters after so many steps."""
+    held = {}
+
+    def optimizer(named):
+        held.update(named)
+        return sw.adamw(lr=1e-2)(named)
+
+    def on_step(report):
+        if world.rank == 1 and report.number + 1 == at:
+            spoil(held)
+
+    return job(optimizer=optimizer, on_step=on_step)
+
+
+def test_an_unequal_start_is_named_before_the_first_step():
+    def make_job(world):
+        def optimizer(named):
+            named = list(named)
+            if world.rank == 2:
+                with torch.no_grad():
+                    dict(named)["head.bias"].add_(1e-7)
+            return sw.adamw(lr=1e-2)(named)
+
+        return points_job(optimizer=optimizer, batch_size=6)
+
+    text = told(make_job, "ddp", nproc=3)
+    assert text.startswith("replicas differ before the first step: rank 2 holds another head.bias than ranks 0-1; ")
+    assert "unequal start" in text
+
+
+def test_a_gradient_that_nobody_summed_is_told_from_unequal_batches():
+    class Hidden(torch.nn.Module):
+        """DDP is told to ignore one parameter, so each rank moves it by its own samples."""
+
+        _ddp_params_and_buffers_to_ignore = ("stem.bias",)
+
+        def __init__(self):
+            super().__init__()
+            self.stem = torch.nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.stem(x)
+
+    # The first step's gradients are summed by us, whatever DDP ignores; the second's by DDP.
+    text = told(lambda _: points_job(Hidden, clip_norm=None), "ddp")
+    assert text.startswith("replicas differ after step 2 (equal after step 1): rank 1 holds another stem.bias than")
+    assert "unequal batches" in text
+
+
+def test_a_buffer_of_each_ranks_own_samples_is_told():
+    text = told(lambda _: points_job(lambda: Statistics(own=True)), "ddp")
+    assert "rank 1 holds another seen than rank 0; unequal batches: it is a buffer" in text
+
+
+class Noise(torch.autograd.Function):
+    """Adds to a gradient what no seed decides, as sums in the order of arrival do."""
+
+    @staticmethod
+    def forward(_ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx, grad):
+        return grad * (1 + 1e-6 * int.from_bytes(os.urandom(4), "little") / 2**32)
+
+
+def test_a_non_deterministic_operation_is_told_where_ranks_share_a_matrix():
+    def model():
+        net = sw.models.decoder("gpt2-tiny", vocab_size=50, context=16)
+        net.norm.register_forward_hook(lambda _module, _args, output: Noise.apply(output))
+        return net
+
+    text = told(lambda _: sentences_job(model=model), "tp")
+    assert "rank 1 holds another" in text
+    assert "a non-deterministic operation: the same step on the same rank gave another gradient" in text
+
+
+def test_a_non_deterministic_update_is_told_from_equal_gradients():
+    class Shaky(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].mul_(1 + 1e-3 * os.urandom(1)[0])
+
+    def make_job(_):
+        return points_job(optimizer=lambda named: Shaky([value for _, value in named], lr=0.1))
+
+    text = told(make_job, "ddp")
+    assert "rank 1 holds another stem.weight than rank 0" in text
+    assert "a non-deterministic operation in the optimizer" in text
+
+
+def test_unequal_learning_rates_are_told():
+    def make_job(world):
+        return points_job(optimizer=sw.sgd(lr=0.1 + 0.1 * world.rank))
+
+    assert "unequal optimizers: their settings differ" in told(make_job, "ddp")
+
+
+@torch.no_grad()
+def spoil_first(held):
+    local(next(iter(held.values()))).add_(1.0)
+
+
+def test_a_write_beside_the_step_is_told_and_seen_at_the_next_check():
+    text = told(lambda world: on_rank_1(world, points_job, spoil_first, at=2), "ddp", every=3)
+    assert text.startswith("replicas differ after step 3 (equal after step 1): rank 1 holds another")
+    assert "not the step" in text
+
+
+class Dropping(Statistics):
+    def forward(self, x):
+        return super().forward(torch.nn.functional.dropout(x, 0.1, self.training))
+
+
+@pytest.mark.parametrize(
+    ("nproc", "name", "job"),
+    [
+        (2, "ddp", partial(points_job, Dropping)),
+        pytest.param(4, "hsdp", partial(points_job, Dropping), marks=pytest.mark.prove),
+        pytest.param(4, "pp2.replicate2", partial(sentences_job, "llama-tiny"), marks=pytest.mark.prove),
+        pytest.param(4, "replicate2.tp2", sentences_job, marks=pytest.mark.prove),
+    ],
+)
+def test_looking_for_the_cause_leaves_the_training_as_it_was(nproc, name, job):
+    """Dropout and moments too: one more draw, or one more update, and the last loss is another."""
+
+    def spoiled(world):
+        return on_rank_1(world, job, spoil_first, at=2)
+
+    with_check = run_ranks(verdicts, nproc, spoiled, name, every=3)
+    without = run_ranks(verdicts, nproc, spoiled, name, every=0)
+    assert "not the step" in with_check[0][0][0]
+    assert [loss for _, loss in with_check] == [loss for _, loss in without]
+    assert without[0][0] == []
+
+
+def test_drift_stops_the_training_if_it_is_to():
+    with refuses("train.replicas-drifted", "step 2", kind=TrainingError):
+        run_ranks(verdicts, 2, lambda world: on_rank_1(world, points_job, spoil_first, at=2), "ddp", stop=True)
