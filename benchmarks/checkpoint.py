@@ -33,7 +33,7 @@ import torch.distributed.checkpoint as dcp
 
 from figures import figure
 from shardwise.checkpoint import AsyncSaver, load, save
-from shardwise.checkpoint.checksum import crc32
+from shardwise.checkpoint.disk import crc32
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -25,12 +25,11 @@ import torch
 import torch.distributed as dist
 
 from figures import figure
-from shardwise.bench.comm.bus_bandwidth import KINDS
 from shardwise.bench.comm.collectives import CollectiveSpec, prepare
-from shardwise.bench.comm.spec import written_size
-from shardwise.bench.fit import held_out_error
-from shardwise.bench.measure import calls_in_block, slowest, time_block, time_collective
+from shardwise.bench.comm.spec import KINDS, written_size
+from shardwise.bench.comm.verdict import held_out_error
 from shardwise.bench.ranks import rank_zero
+from shardwise.bench.timing import calls_in_block, slowest, time_block, time_collective
 from shardwise.dist import world
 
 MOVING = tuple(name for name, kind in KINDS.items() if kind.traffic != "none")

@@ -30,9 +30,9 @@ import torch.distributed as dist
 from figures import figure
 from shardwise.bench.comm.collectives import CollectiveSpec, prepare
 from shardwise.bench.comm.spec import written_size
-from shardwise.bench.measure import time_collective
 from shardwise.bench.overlap import Effort, measure_overlap
 from shardwise.bench.ranks import rank_zero, require_backend
+from shardwise.bench.timing import time_collective
 from shardwise.dist import world
 from shardwise.errors import ShardwiseError
 from shardwise.job import load_job, refer

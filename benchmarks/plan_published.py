@@ -35,7 +35,7 @@ from shardwise.layout import Layout
 from shardwise.planner.cost.compute import Assumptions
 from shardwise.planner.cost.memory import predict_memory
 from shardwise.planner.cost.time import predict_time
-from shardwise.planner.model.published import published
+from shardwise.planner.model.decoder_parts import published
 from shardwise.plans import Plan, Precision
 from shardwise.plans.plan import Pipeline
 

@@ -33,11 +33,10 @@ from figures import figure
 from shardwise.runs import EventLog, RunDirectory
 from shardwise.runs.recorder import Recorder
 from shardwise.training.journal import Journal
-from shardwise.training.step.marks import nobody
+from shardwise.training.step.step import nobody
 
 if TYPE_CHECKING:
-    from shardwise.training.step.marks import Mark
-    from shardwise.training.step.step import Step
+    from shardwise.training.step.step import Mark, Step
 
 STEPS, QUICK_STEPS = 4000, 800
 BATCH, FEATURES, CLASSES = 32, 64, 10

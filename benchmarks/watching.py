@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit"))
 
 from monitor.synthetic import large_run
 
-from shardwise.monitor.increments import increment
+from shardwise.monitor.server import increment
 from shardwise.monitor.view import RunView
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardwise.plans import Plan as Plan
     from shardwise.training.build import build_step as build_step
     from shardwise.training.build import parallelize as parallelize
-    from shardwise.training.export import export as export
+    from shardwise.training.evaluate import export as export
     from shardwise.training.train import train as train
 
 _PUBLIC = {
@@ -42,7 +42,7 @@ _PUBLIC = {
     "adamw": ("shardwise.job.optimizers", "AdamW"),
     "build_step": ("shardwise.training.build", "build_step"),
     "datasets": ("shardwise.data.datasets", ""),
-    "export": ("shardwise.training.export", "export"),
+    "export": ("shardwise.training.evaluate", "export"),
     "full_state_dict": ("shardwise.parallel.gather", "full_state_dict"),
     "launch": ("shardwise.launcher.local.function", "launch_function"),
     "losses": ("shardwise.job.losses", ""),

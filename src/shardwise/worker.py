@@ -12,10 +12,10 @@ import msgspec
 
 from shardwise.environment import identify
 from shardwise.job import JobReference  # noqa: TC001 - read at run time by msgspec
-from shardwise.recorder.deterministic import be_deterministic
+from shardwise.recorder.imports import be_deterministic
 from shardwise.runs import RunDirectory
 from shardwise.runs.failure import describe_failure, write_failure
-from shardwise.runs.timeline import Timeline
+from shardwise.runs.recorder import Timeline
 
 
 class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ import torch
 import shardwise as sw
 from shardwise.cli.main import main
 from shardwise.parallel import blueprint
-from shardwise.parallel.weight_files import open_weights
+from shardwise.parallel.weights import open_weights
 from shardwise.plans import Plan
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from shardwise.launcher.local.fork import run_forked
+from shardwise.launcher.local.function import run_forked
 
 _CLONE_NEWNS = 0x20000
 

@@ -213,7 +213,7 @@ def test_bench_refuses_mpi_on_gpus(folder, verb):
 
 
 def test_a_rank_that_fails_alone_speaks_at_once():
-    ends = "from shardwise.cli.one_voice import end; end(1, 'shardwise: the disk is full')"
+    ends = "from shardwise.cli.main import end; end(1, 'shardwise: the disk is full')"
     here = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
     here |= {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     done = subprocess.run(

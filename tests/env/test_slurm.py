@@ -41,7 +41,7 @@ dist.destroy_process_group()
 WORLD = """
 import shardwise as sw
 from shardwise.environment import has_own_gpu, identify, visible_cuda_devices
-from shardwise.dist.devices import gpu_index
+from shardwise.dist.start import gpu_index
 
 with sw.world() as world:
     total = world.sum({"ranks": 1})["ranks"]

@@ -11,7 +11,7 @@ import msgspec
 
 from shardwise.cli.main import cli, main
 from shardwise.monitor.view import RunView
-from shardwise.parity.double import true_double
+from shardwise.parity.reference import true_double
 from shardwise.plans.toml import plan_from_toml, plan_to_toml
 from shardwise.runs import RunDirectory
 from shardwise.testing import run_ranks

@@ -8,9 +8,8 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.bench.calibrate import GPU, calibrate
-from shardwise.bench.measure import COLLECTIVES, measure_collective
 from shardwise.bench.step import rehearse
-from shardwise.bench.timing import time_calls
+from shardwise.bench.timing import COLLECTIVES, measure_collective, time_calls
 from shardwise.plans import Plan, Precision
 
 pytestmark = pytest.mark.gpu

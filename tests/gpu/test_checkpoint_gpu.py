@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint import AsyncSaver, load, save
-from shardwise.checkpoint.staging import Staging
+from shardwise.checkpoint.async_save import Staging
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from shardwise.bench.comm.bus_bandwidth import KINDS
+from shardwise.bench.comm.spec import KINDS
 from shardwise.cli.main import main
 
 pytestmark = pytest.mark.gpu

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardwise.parallel.linear_cross_entropy import linear_cross_entropy
-from shardwise.planner.model.fused import chunk_rows
+from shardwise.planner.model.forms import chunk_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -11,7 +11,7 @@ import torch
 import shardwise as sw
 from shardwise.plans import Plan, Precision
 from shardwise.runs import EventLog
-from shardwise.runs.timeline import Timeline
+from shardwise.runs.recorder import Timeline
 from shardwise.training.loop import run_loop
 
 pytestmark = [
@@ -81,7 +81,7 @@ RANK = (
 import dataclasses, json, sys
 from shardwise.plans import Plan, Precision
 from shardwise.runs import EventLog
-from shardwise.runs.timeline import Timeline
+from shardwise.runs.recorder import Timeline
 from shardwise.training.loop import run_loop
 
 rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

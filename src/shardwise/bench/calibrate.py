@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.bench import operators
-from shardwise.bench.measure import measure_collective
 from shardwise.bench.ranks import on_ranks
+from shardwise.bench.timing import measure_collective
 from shardwise.dist import world
 from shardwise.environment import identify
 from shardwise.hardware import probe_gpus
@@ -25,8 +25,8 @@ from shardwise.hardware.calibration import (
     MatmulPoint,
     default_calibration,
     measured,
+    write_calibration,
 )
-from shardwise.hardware.calibration_file import write_calibration
 from shardwise.hardware.cluster import this_machine
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from shardwise.bench.timing import wait_for
 from shardwise.errors import InputError
-from shardwise.training.step.marks import Ranges
+from shardwise.training.step.step import Ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.environment import identify
 from shardwise.errors import InputError
 from shardwise.launcher.local.attempts import LaunchSpec, launch
-from shardwise.launcher.local.fork import raise_failure, run_forked
+from shardwise.launcher.local.function import raise_failure, run_forked
 from shardwise.launcher.local.target import Module
 from shardwise.launcher.mpirun import find_mpirun, run_by_mpirun
 from shardwise.launcher.policy import root_cause
@@ -58,7 +58,7 @@ def require_backend(backend: str) -> None:
     import torch
 
     from shardwise.dist.backends import choose_backend
-    from shardwise.engines.mpi.library import GROUP_NAME, load_mpi, torch_backend
+    from shardwise.engines.mpi.types import GROUP_NAME, load_mpi, torch_backend
 
     if backend == "mpi":
         find_mpirun()

@@ -5,34 +5,38 @@ from __future__ import annotations
 import dataclasses
 import gc
 import statistics
+import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.bench.memory import LiveBytes
-from shardwise.bench.phases import PHASES, PhaseClock
 from shardwise.bench.profile import StepProfile, profile_steps, profiler_ranges, trace_path
 from shardwise.bench.ranks import rank_zero
-from shardwise.bench.timing import Timing, wait_for
-from shardwise.bench.utilisation import matmul_rate
+from shardwise.bench.timing import Timing, time_calls, wait_for
 from shardwise.dist import fake_world, world
 from shardwise.environment import identify
 from shardwise.errors import InputError, PlanError
 from shardwise.job import load_job
+from shardwise.parallel.sharded import DTYPES
 from shardwise.training.build import build_step
-from shardwise.training.step.marks import tell
+from shardwise.training.step.step import tell
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from shardwise.bench.profile import ProfileSpec
     from shardwise.data.feed import StepBatch
     from shardwise.dist import World
     from shardwise.job import Job, JobReference
+    from shardwise.planner.model.shape import ModelShape, Part
     from shardwise.plans import Plan
+    from shardwise.plans.plan import DType
     from shardwise.training.step.step import Step
+
 
 WARM_UP = 3
 """Steps before the first that counts: the first holds gradients back to look at them, the second finds the allocator's
@@ -270,3 +274,78 @@ def _tokens_per_sample(batch: StepBatch) -> int | None:
 def compare(measured: StepMeasurement, predicted: Mapping[str, float] | None) -> list[tuple[str, float, float | None]]:
     """Return (name, measured, predicted) of every figure that was measured."""
     return [(name, value, (predicted or {}).get(name)) for name, value in measured.figures().items()]
+
+
+# Where the time of a step goes: data, forward, backward and optimizer, without waiting for the device.
+
+
+PHASES = ("data", "forward", "backward", "optimizer")
+
+
+class PhaseClock:
+    """Listens to a Step's marks and notes when each was made: in the queue of a GPU, by the host's clock elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[str, int, Any]] = []
+
+    def mark(self, phase: str, step: int) -> None:
+        """End the phase before and begin this one; one that is not in PHASES is not counted."""
+        if self._device.type != "cuda":
+            self._marks.append((phase, step, time.perf_counter()))
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append((phase, step, event))
+
+    def finish(self) -> list[dict[str, float]]:
+        """Wait for the device; return seconds by phase of each step marked since the last call, in order.
+
+        The last mark ends the phase before it and begins none.
+        """
+        wait_for(self._device)
+        marks, self._marks = self._marks, []
+        steps: dict[int, dict[str, float]] = {}
+        for (phase, step, began), (_, _, ended) in pairwise(marks):
+            if phase in PHASES:
+                seconds = began.elapsed_time(ended) / 1e3 if self._device.type == "cuda" else ended - began
+                steps.setdefault(step, dict.fromkeys(PHASES, 0.0))[phase] += seconds
+        return list(steps.values())
+
+
+# How much of what a device can multiply a step makes use of.
+
+
+_WIDTHS = {"cuda": 8192, "cpu": 512}
+"""Of the square product: wide enough that a device reaches its rate, small enough for a fraction of a second."""
+
+
+def matmul_rate(device: torch.device, compute: DType) -> float:
+    """Time a large square product; returns multiplications and additions per second.
+
+    In fp32 as torch is set now, in full or in tf32. Called on every rank at once, ranks that share a device share it.
+    """
+    width = _WIDTHS[device.type] // (2 if compute == "fp64" else 1)  # many GPUs have few units for fp64
+    x, y = (torch.randn(width, width, device=device).to(DTYPES[compute]) for _ in range(2))
+    return 2.0 * width**3 / time_calls(lambda: x @ y, device, budget_s=0.1).median_s
+
+
+def training_flops(shape: ModelShape) -> float:
+    """Return the multiplications and additions that one sample needs, forward and backward; recomputing is no need."""
+    return sum(part.count * _part_flops(part) for part in shape.parts)
+
+
+def _part_flops(part: Part) -> float:
+    """Each product asks for one more in backward for its input, and one for its weight unless that is frozen."""
+    trained = sum(weight.numel for weight in part.weights if weight.trained) / max(1, part.numel)
+    products = sum(item.flops for item in part.work.matmuls)
+    return (2 + trained) * products + 3 * sum(item.flops for item in part.work.attentions)
+
+
+def utilisation(found: Sequence[StepMeasurement], flops_per_sample: float) -> float:
+    """Return the share of the matmul rate, measured beside the steps, that the whole world's work came to.
+
+    `found` is of all ranks, or of the one rank of a fake world.
+    """
+    rate = statistics.mean(measured.matmul_flops for measured in found) * found[0].world_size
+    return min(measured.samples_per_s for measured in found) * flops_per_sample / rate

@@ -8,9 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
+
+from shardwise.bench.comm.collectives import MAKERS, CollectiveSpec, prepare, wait_for_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from shardwise.bench.comm.collectives import Collective
+
 
 _LEAST_SAMPLE_S = 1e-4
 """Shorter work is repeated within one sample: clocks and events cost about a microsecond."""
@@ -88,3 +94,97 @@ def _on_gpu(call: Callable[[], object], device: torch.device, inner: int, repeat
         pairs.append((first, last))
         torch.cuda.synchronize(device)
     return [first.elapsed_time(last) / 1e3 for first, last in pairs]
+
+
+# Timed collectives: how long the slowest rank takes, in blocks of calls between barriers.
+
+
+COLLECTIVES = tuple(MAKERS)
+"""All that can be timed: what `bench comm` shows, and `send`, of which half a round trip counts."""
+_LEAST_BLOCK_S = 4e-3
+"""Calls are timed in blocks of at least this long: ranks leave a barrier up to 0.1 ms apart, which must not show."""
+_FEW, _FEW_S = 4, 0.1
+"""And of this many calls, if they take no longer than that: a rank that is done early begins the next call early, so
+that calls in a row take less than single ones do."""
+_QUICK_S = 5e-3
+"""A first call shorter than this is tried again, since one call may have met anything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveTiming:
+    """One collective on one group: what the slowest rank took."""
+
+    name: str
+    num_bytes: int
+    """Of the whole tensor: what is gathered, what is scattered, one rank's input of all_to_all; 0 for barrier."""
+    dtype: str
+    ranks: int
+    timing: Timing
+
+
+def measure_collective(
+    name: str,
+    num_bytes: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.float32,
+    budget_s: float = 0.1,
+    most: int = 30,
+) -> CollectiveTiming:
+    """Communicate over `group`, called on all its ranks, to time a collective in about `budget_s` seconds.
+
+    `send` goes from the group's first rank to its second and back, and half of that is its time. Sizes are rounded
+    down to whole elements on every rank, but never to none.
+    """
+    collective = prepare(CollectiveSpec(name=name, num_bytes=num_bytes, dtype=dtype), group, device)
+    return CollectiveTiming(
+        name=name,
+        num_bytes=collective.size_bytes,
+        dtype=str(dtype).removeprefix("torch."),
+        ranks=collective.ranks,
+        timing=time_collective(collective, group, budget_s=budget_s, most=most),
+    )
+
+
+def time_collective(collective: Collective, together: dist.ProcessGroup, *, budget_s: float, most: int = 30) -> Timing:
+    """Communicate over `together`, called on all its ranks, to time a collective on each of their groups at once.
+
+    A sample is the mean call of a block on the slowest rank of all; there are at least three.
+    """
+    device, call = collective.device, collective.call
+    call()
+    once_s = slowest([time_block(call, 1, device)], together, device)[0]
+    if once_s < _QUICK_S:
+        once_s = statistics.median(slowest([time_block(call, 1, device) for _ in range(3)], together, device))
+    inner = calls_in_block(once_s)
+    repeats = max(3, min(most, round(budget_s / (inner * once_s))))
+    blocks = []
+    for _ in range(repeats):
+        wait_for_all(together, device)
+        blocks.append(time_block(call, inner, device) / inner)
+    share = 0.5 if collective.spec.name == "send" else 1.0
+    return Timing.of([share * seconds for seconds in slowest(blocks, together, device)])
+
+
+def calls_in_block(once_s: float) -> int:
+    """Return how many calls of so many seconds make a block."""
+    return max(min(1000, round(_LEAST_BLOCK_S / once_s)), _FEW if _FEW * once_s <= _FEW_S else 1)
+
+
+def time_block(call: Callable[[], object], times: int, device: torch.device) -> float:
+    """Return the seconds of so many calls, from an idle device to an idle device."""
+    wait_for(device)
+    began = time.perf_counter()
+    for _ in range(times):
+        call()
+    wait_for(device)
+    return time.perf_counter() - began
+
+
+def slowest(seconds: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """Communicate over `group`, called on all its ranks: return the largest value of each place among them."""
+    largest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    found: list[float] = largest.tolist()
+    return found

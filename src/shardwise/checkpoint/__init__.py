@@ -2,14 +2,12 @@
 
 from shardwise.checkpoint.async_save import AsyncSaver, StallReport
 from shardwise.checkpoint.check import Damage, find_damage
+from shardwise.checkpoint.disk import check_storage
 from shardwise.checkpoint.errors import CheckpointError, DamagedError, MismatchError
-from shardwise.checkpoint.fill import Forecast
-from shardwise.checkpoint.folder import CheckpointFolder, load_newest
-from shardwise.checkpoint.keep import Entry, to_remove
-from shardwise.checkpoint.load import Comparison, LoadReport, load
+from shardwise.checkpoint.folder import CheckpointFolder, Entry, load_newest, to_remove
+from shardwise.checkpoint.load import Comparison, Forecast, LoadReport, load
 from shardwise.checkpoint.manifest import Manifest, Piece, TensorEntry, read_manifest
 from shardwise.checkpoint.save import SaveReport, save
-from shardwise.checkpoint.storage import check_storage
 
 __all__ = [
     "AsyncSaver",

@@ -8,13 +8,18 @@ import fcntl
 import os
 import secrets
 import shutil
+import socket
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpoint.errors import CheckpointError
+from zlib_ng import zlib_ng
+
+from shardwise.checkpoint.errors import CheckpointError, nothing_more, rank_in, size_of, together
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    import torch.distributed as dist
+
 
 TEMPORARY = ".tmp-"
 """Everything under such a name is unfinished or on its way out, and may be removed by the next save."""
@@ -126,3 +131,49 @@ def unlock(fd: int) -> None:
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
+
+
+# The checksum of a checkpoint: CRC-32 by zlib-ng, 24 GB/s on one core of an EPYC where zlib has 4.
+
+
+def crc32(data: Any, start: int = 0) -> int:
+    """Return the CRC-32 of a buffer, going on from `start`; other threads run meanwhile."""
+    return zlib_ng.crc32(data, start)
+
+
+def crc32_text(data: Any) -> str:
+    """Return the CRC-32 of a buffer as manifests hold it: eight hexadecimal digits."""
+    return f"{crc32(data):08x}"
+
+
+# Whether a folder is one and the same storage on every rank, found out before there is anything to lose.
+
+
+def check_storage(folder: Path | str, *, group: dist.ProcessGroup | None) -> None:
+    """Make `folder` and prove that every rank can see what rank 0 writes there; communicates over `group`.
+
+    Called on every rank, before the first save. Raises the same CheckpointError on all of them.
+    """
+    folder, doing = Path(folder), f"preparing to save into {folder}"
+
+    def share(_: list[None]) -> list[tuple[Path, str]]:
+        folder.mkdir(parents=True, exist_ok=True)
+        token = folder / f"{TEMPORARY}token-{secrets.token_hex(8)}"
+        write_synced(token, b"")
+        return [(token, socket.gethostname())] * size_of(group)
+
+    token, maker = together(group, doing, lambda: None, share)
+
+    def look() -> None:
+        if not is_seen(token):
+            raise CheckpointError(
+                f"{folder} is not the same storage on {maker} and {socket.gethostname()}",
+                code="checkpoint.storage-not-shared",
+                fix="save to storage that every node shares",
+            )
+
+    try:
+        together(group, doing, look, nothing_more)
+    finally:
+        if rank_in(group) == 0:
+            token.unlink(missing_ok=True)

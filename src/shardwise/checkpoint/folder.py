@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpoint.agreement import nothing_more, size_of, together
 from shardwise.checkpoint.check import find_damage
 from shardwise.checkpoint.disk import remove_whole
-from shardwise.checkpoint.errors import DamagedError
-from shardwise.checkpoint.keep import Entry, to_remove
+from shardwise.checkpoint.errors import LATEST, DamagedError, nothing_more, parse_name, size_of, together
 from shardwise.checkpoint.load import load
 from shardwise.checkpoint.manifest import MANIFEST, read_manifest, read_regular
-from shardwise.checkpoint.names import LATEST, parse_name
+from shardwise.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch.distributed as dist
     from torch import Tensor
 
     from shardwise.checkpoint.check import Damage
-    from shardwise.checkpoint.fill import Forecast
-    from shardwise.checkpoint.load import LoadReport
+    from shardwise.checkpoint.load import Forecast, LoadReport
     from shardwise.checkpoint.manifest import Manifest
-    from shardwise.runs.keep import Keep
+    from shardwise.runs.directory import Keep
 
 
 class CheckpointFolder:
@@ -169,3 +168,88 @@ def _entry(path: Path) -> Entry:
         if isinstance(value, int | float)
     }
     return Entry(path, manifest.step, manifest.saved_at, manifest.num_bytes, numbers)
+
+
+# Which checkpoints may go, by a run's rules: a decision, nothing is removed here.
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One checkpoint in a folder, as its manifest tells."""
+
+    path: Path
+    step: int
+    saved_at: float
+    """Seconds since 1970."""
+    num_bytes: int
+    metrics: dict[str, float]
+    """What `facts["metrics"]` holds, as far as it is numbers."""
+
+
+def to_remove(entries: Sequence[Entry], keep: Keep, *, now: float) -> list[Entry]:
+    """Return the entries, given oldest first, that no rule of `keep` wants at time `now`; never the newest."""
+    if keep.last is None and keep.age_s is None and not keep.best:
+        return []
+    staying = {entry.path for entry in entries[-(keep.last or 1) :]}
+    if keep.age_s is not None:
+        staying |= {entry.path for entry in entries if now - entry.saved_at < keep.age_s}
+    measured = [entry for entry in entries if math.isfinite(entry.metrics.get(keep.metric, math.nan))]
+    sign = -1 if keep.highest else 1
+    ranked = sorted(measured, key=lambda entry: (sign * entry.metrics[keep.metric], -entry.saved_at))
+    staying |= {entry.path for entry in ranked[: keep.best]}
+    return [entry for entry in entries if entry.path not in staying]
+
+
+# What `ls` tells: every checkpoint under a path, sound or not.
+
+
+@dataclass(frozen=True)
+class Row:
+    """One checkpoint; what its manifest would tell is None where that cannot be read."""
+
+    path: Path
+    is_latest: bool
+    damages: tuple[Damage, ...]
+    step: int | None
+    saved_at: float | None
+    """Seconds since 1970."""
+    num_bytes: int | None
+    layout: str
+    metrics: dict[str, float]
+
+
+def list_checkpoints(path: Path, *, deep: bool) -> list[Row]:
+    """Return every checkpoint at `path`, by step; `deep` reads every byte to see whether it is sound."""
+    found = find_checkpoints(path)
+    if not found:
+        raise InputError(
+            f"{path} holds no checkpoint",
+            code="checkpoint.none-found",
+            fix="name a run directory, its checkpoints folder, or one",
+        )
+    latest = CheckpointFolder(found[0].parent).latest()
+    return sorted(
+        (_row(each, is_latest=each == latest, deep=deep) for each in found),
+        key=lambda row: (row.step or 0, row.path.name),
+    )
+
+
+def _row(path: Path, *, is_latest: bool, deep: bool) -> Row:
+    damages = tuple(find_damage(path, deep=deep))
+    try:
+        manifest = read_manifest(path)
+    except DamagedError:
+        named = parse_name(path.name)
+        return Row(path, is_latest, damages, named[0] if named else None, None, None, "", {})
+    metrics = manifest.facts.get("metrics")
+    numbers = metrics.items() if isinstance(metrics, dict) else ()
+    return Row(
+        path,
+        is_latest,
+        damages,
+        manifest.step,
+        manifest.saved_at,
+        manifest.num_bytes,
+        str(manifest.facts.get("layout", "")),
+        {name: float(value) for name, value in numbers if isinstance(value, int | float)},
+    )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpoint.agreement import nothing_more, size_of, together
+import torch
+
 from shardwise.checkpoint.check import find_damage
 from shardwise.checkpoint.dtypes import CODES
-from shardwise.checkpoint.errors import CheckpointError, DamagedError, MismatchError
-from shardwise.checkpoint.fill import Filling
+from shardwise.checkpoint.errors import CheckpointError, DamagedError, MismatchError, nothing_more, size_of, together
 from shardwise.checkpoint.manifest import read_manifest
+from shardwise.checkpoint.pieces import local_data, overlaps
+from shardwise.checkpoint.shard import ShardReader, in_threads, layouts_of, memory_of
 from shardwise.errors import some_of
 
 if TYPE_CHECKING:
@@ -21,8 +25,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
-    from shardwise.checkpoint.fill import Forecast
-    from shardwise.checkpoint.manifest import Manifest
+    from shardwise.checkpoint.manifest import Manifest, Piece
+    from shardwise.checkpoint.shard import ShardLayout
 
 
 @dataclass(frozen=True)
@@ -156,3 +160,130 @@ def _merge(path: Path, findings: list[_Findings]) -> Comparison:
         for damage in find_damage(path, deep=False):
             raise DamagedError(damage.reason, code=damage.code)
     return comparison
+
+
+# This rank's part of a load: what to read, whether it is sound, and into which memory it goes.
+
+
+BUFFER = 64 << 20
+"""Most bytes that pass through a host buffer at once, unless a single row is larger."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a load will do on this rank."""
+
+    num_bytes: int
+    """Bytes to be put into place."""
+    num_files: int
+    host_peak_bytes: int
+    """Host memory beside the tensors themselves."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_bytes / 1e9:.3g} GB from {self.num_files} files,"
+            f" host peak {self.host_peak_bytes / 1e6:.3g} MB beside the tensors"
+        )
+
+
+@dataclass(frozen=True)
+class _Region:
+    """A box of a saved piece, and the memory of this rank that it belongs in."""
+
+    name: str
+    piece: Piece
+    offsets: tuple[int, ...]
+    """In the piece; at least one dimension, as in `rows`."""
+    rows: tuple[int, ...]
+    """Shape of the piece."""
+    target: Tensor
+
+    @property
+    def width(self) -> int:
+        """Bytes of one row of the piece."""
+        return math.prod(self.rows[1:]) * self.target.element_size()
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the file's bytes are the target's bytes, so that no buffer is needed."""
+        target = self.target
+        return target.device.type == "cpu" and target.is_contiguous() and target.shape[1:] == self.rows[1:]
+
+    @property
+    def buffer_bytes(self) -> int:
+        if self.is_direct:
+            return 0
+        return min(len(self.target) * self.width, max(BUFFER, self.width))
+
+
+class Filling:
+    """Fills tensors from a checkpoint whose manifest is known; no communication."""
+
+    def __init__(self, path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+        self._path = path
+        self._manifest = manifest
+        self._tensors = tensors
+        self._regions: dict[str, list[_Region]] = {}
+        self._layouts: dict[str, ShardLayout] = {}
+        self.forecast = Forecast(0, 0, 0)
+
+    def plan(self) -> Forecast:
+        """Decide what to read; touches no shard file."""
+        regions = [region for name, tensor in self._tensors.items() for region in self._regions_of(name, tensor)]
+        for region in regions:
+            self._regions.setdefault(region.piece.file, []).append(region)
+        self._layouts = layouts_of(self._path, self._manifest, self._regions)
+        self.forecast = Forecast(
+            num_bytes=sum(region.target.nbytes for region in regions),
+            num_files=len(self._regions),
+            host_peak_bytes=max((region.buffer_bytes for region in regions), default=0),
+        )
+        return self.forecast
+
+    def check(self) -> None:
+        """Compare every piece that will be used with its checksum; a DamagedError names the first that differs."""
+        for file, regions in self._regions.items():
+            with ShardReader(self._path / file, self._layouts[file]) as reader:
+                reader.check({region.name: region.piece.checksum for region in regions})
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Read everything into place."""
+        on_device = any(region.target.is_cuda for regions in self._regions.values() for region in regions)
+        buffer = torch.empty(self.forecast.host_peak_bytes, dtype=torch.uint8, pin_memory=on_device)
+        for file, regions in self._regions.items():
+            with ShardReader(self._path / file, self._layouts[file]) as reader:
+                in_threads(partial(_read_direct, reader), [region for region in regions if region.is_direct])
+                for region in regions:
+                    if not region.is_direct:
+                        _read_through(reader, region, buffer)
+
+    def _regions_of(self, name: str, tensor: Tensor) -> list[_Region]:
+        entry, data = self._manifest.tensors[name], local_data(tensor)
+        regions = []
+        for shared in overlaps(name, tensor, entry):
+            target = data
+            for dim, (first, length) in enumerate(zip(shared.box_offsets, shared.shape, strict=True)):
+                target = target.narrow(dim, first, length)
+            if tensor.ndim == 0:
+                regions.append(_Region(name, shared.piece, (0,), (1,), target.view(1)))
+            else:
+                regions.append(_Region(name, shared.piece, shared.piece_offsets, shared.piece.shape, target))
+        return regions
+
+
+def _read_direct(reader: ShardReader, region: _Region) -> None:
+    reader.read(region.name, region.offsets[0] * region.width, memory_of(region.target))
+
+
+def _read_through(reader: ShardReader, region: _Region, buffer: Tensor) -> None:
+    """Read whole rows of the piece, as many as the buffer holds, and copy the wanted columns."""
+    at_once = max(1, len(buffer) // region.width)
+    for first in range(0, len(region.target), at_once):
+        target = region.target.narrow(0, first, min(at_once, len(region.target) - first))
+        part = buffer[: len(target) * region.width]
+        reader.read(region.name, (region.offsets[0] + first) * region.width, memory_of(part))
+        block = part.view(target.dtype).view(len(target), *region.rows[1:])
+        for dim in range(1, target.ndim):
+            block = block.narrow(dim, region.offsets[dim], target.shape[dim])
+        target.copy_(block)

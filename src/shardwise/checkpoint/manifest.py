@@ -11,10 +11,9 @@ from typing import Any
 
 import msgspec
 
-from shardwise.checkpoint.checksum import crc32_text
+from shardwise.checkpoint.disk import crc32_text
 from shardwise.checkpoint.dtypes import DTYPES
-from shardwise.checkpoint.errors import DamagedError
-from shardwise.checkpoint.names import parse_name
+from shardwise.checkpoint.errors import DamagedError, parse_name
 
 MANIFEST = "manifest.json"
 FORMAT = "shardwise-checkpoint"

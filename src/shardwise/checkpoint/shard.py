@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import msgspec
 import torch
 
-from shardwise.checkpoint.checksum import crc32, crc32_text
+from shardwise.checkpoint.disk import crc32, crc32_text
 from shardwise.checkpoint.dtypes import DTYPES
 from shardwise.checkpoint.errors import DamagedError
 from shardwise.checkpoint.manifest import MANIFEST, open_regular

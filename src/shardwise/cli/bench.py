@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from typing import TYPE_CHECKING
+
 import click
 
-from shardwise.cli.lazy import LazyGroup
+from shardwise.cli.main import LazyGroup
+from shardwise.runs.console import complain, say
+
+if TYPE_CHECKING:
+    from shardwise.bench.report.findings import Table
+    from shardwise.job import Job, JobReference
+    from shardwise.planner.settle import Device
+
 
 PARTS = {
     "comm": "Time, check and judge every collective, with the columns of nccl-tests.",
@@ -18,3 +28,49 @@ PARTS = {
 @click.command("bench", cls=LazyGroup, parts=PARTS, prefix="bench_", no_args_is_help=True)
 def command() -> None:
     """Measure links, collectives, overlap, steps and scaling."""
+
+
+# What the parts of `bench` that train a job have in common: their device, tables, a word on a busy machine.
+
+
+def bench_device(asked: str | None, backend: str | None, nproc: int) -> tuple[Device, str]:
+    """Return what settling must know of the device, and the device that ranks open: gloo's may share one GPU."""
+    from shardwise.cli.train import this_device
+
+    shares = backend == "gloo"
+    where = this_device(asked, 1 if shares else nproc)
+    return where, "cuda:0" if shares and where.kind == "cuda" else where.kind
+
+
+def load_torch_job(reference: JobReference) -> Job:
+    """Load a job, refusing a model of MLX, in which nothing here looks."""
+    from shardwise.errors import InputError
+    from shardwise.job import load_job
+    from shardwise.job.engine import engine_of
+
+    job = load_job(reference)
+    if engine_of(job) == "mlx":
+        raise InputError(
+            f"bench measures models of torch, and that of {reference.name} is MLX's",
+            code="support.mlx-model",
+            fix="shardwise train it, which tells samples per second",
+        )
+    return job
+
+
+def warn_if_busy() -> None:
+    """Say so where more is running than there are cores: what is measured then will vary."""
+    from shardwise.hardware import usable_cores
+
+    load, cores = os.getloadavg()[0], usable_cores()
+    if load > cores:
+        complain(f"shardwise: the machine is busy (load {load:.1f} on {cores} cores): expect wide spreads")
+
+
+def show_table(table: Table) -> None:
+    """Show rows under their header, the first column to the left and numbers to the right."""
+    rows = [table.header, *table.rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(table.header))]
+    for row in rows:
+        first, *others = zip(row, widths, strict=True)
+        say("  ".join([first[0].ljust(first[1]), *(text.rjust(width) for text, width in others)]).rstrip())

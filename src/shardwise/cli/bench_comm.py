@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.place_options import place_options
-from shardwise.runs.console import complain, say
-from shardwise.runs.exitcodes import CHECK_FAILED, DONE
+from shardwise.cli.train_options import place_options
+from shardwise.runs.console import CHECK_FAILED, DONE, complain, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardwise.bench.comm.compare import Change
-    from shardwise.bench.comm.result import CommMeasurement
+    from shardwise.bench.comm.result import Change, CommMeasurement
     from shardwise.bench.comm.spec import CommSpec
     from shardwise.bench.comm.verdict import SeriesVerdict
 
@@ -70,7 +68,7 @@ def command(
         from shardwise.cli.explain import explain
 
         return explain(explained, nproc, **{name: asked[name] for name in ("ops", "device", "backend")})
-    from shardwise.bench.comm.compare import compare, read_earlier
+    from shardwise.bench.comm.result import compare, read_earlier
     from shardwise.bench.comm.verdict import judge
     from shardwise.bench.ranks import rank_zero
     from shardwise.bench.report.write import check_report_path
@@ -108,8 +106,16 @@ def read_spec(
     backend: str | None = None,
 ) -> CommSpec:
     """Return what the options ask for; words that name nothing are refused."""
-    from shardwise.bench.comm.bus_bandwidth import KINDS, OPERATIONS, TYPES
-    from shardwise.bench.comm.spec import CommSpec, read_aliased, read_groups, read_names, read_sizes
+    from shardwise.bench.comm.spec import (
+        KINDS,
+        OPERATIONS,
+        TYPES,
+        CommSpec,
+        read_aliased,
+        read_groups,
+        read_names,
+        read_sizes,
+    )
     from shardwise.layout import parse_layout
 
     cut = parse_layout(layout) if layout else None
@@ -136,15 +142,15 @@ def read_spec(
 
 def _check_start(spec: CommSpec, nproc: int | None) -> int | None:
     """Refuse what ranks could not run, before any starts; return how many to start, None inside a world."""
-    from shardwise.bench.comm.memory import check_room
+    from shardwise.bench.comm.limits import check_room
     from shardwise.bench.comm.spec import group_ranks
     from shardwise.bench.ranks import require_backend
-    from shardwise.cli.bench_words import warn_if_busy
+    from shardwise.cli.bench import warn_if_busy
     from shardwise.cli.train import this_device
     from shardwise.environment import identify
     from shardwise.errors import InputError
     from shardwise.hardware import probe_gpus
-    from shardwise.hardware.memory import available_memory
+    from shardwise.hardware.probe import available_memory
 
     if identify().world_size > 1:
         return nproc
@@ -192,8 +198,8 @@ def _write(
     csv_path: Path | None,
     report_path: Path | None,
 ) -> None:
-    from shardwise.bench.comm.findings import findings
-    from shardwise.bench.comm.table import csv_text
+    from shardwise.bench.comm.result import csv_text
+    from shardwise.bench.comm.verdict import findings
     from shardwise.bench.report.write import write_report
 
     if csv_path:
@@ -205,15 +211,14 @@ def _write(
 def _show_json(found: CommMeasurement, verdicts: Sequence[SeriesVerdict], changes: Sequence[Change] | None) -> None:
     import msgspec
 
-    from shardwise.bench.comm.compare import VERSION
+    from shardwise.bench.comm.result import VERSION
 
     document = msgspec.to_builtins(found)
     say(msgspec.json.encode({"version": VERSION, **document, "verdicts": verdicts, "changes": changes}).decode())
 
 
 def _show(found: CommMeasurement, verdicts: Sequence[SeriesVerdict], changes: Sequence[Change] | None) -> None:
-    from shardwise.bench.comm.result import missing_words
-    from shardwise.bench.comm.table import table_lines
+    from shardwise.bench.comm.result import missing_words, table_lines
     from shardwise.bench.comm.verdict import sentence
 
     nodes = "one node" if found.num_nodes == 1 else f"{found.num_nodes} nodes"

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.cli.place_options import place_options
-from shardwise.runs.console import say
-from shardwise.runs.exitcodes import DONE
+from shardwise.cli.train_options import place_options
+from shardwise.runs.console import DONE, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +70,7 @@ def command(
 ) -> int:
     """Measure a step of the Job in JOB.py with, without, and of communication alone, under settings of a plan."""
     from shardwise.bench.overlap import Effort, advise, advised_plan, check_plan, measure_overlap
-    from shardwise.cli.bench_words import bench_device, load_torch_job, warn_if_busy
+    from shardwise.cli.bench import bench_device, load_torch_job, warn_if_busy
     from shardwise.cli.train import split_settings
     from shardwise.environment import identify
     from shardwise.planner.settle import settle
@@ -152,8 +151,8 @@ def _settings(
 def _show(found: Sequence[Overlap], advice: Advice, title: str, *, as_json: bool) -> None:
     import msgspec
 
-    from shardwise.bench.overlap_report import overlap_table, verdict
-    from shardwise.cli.bench_words import show_table
+    from shardwise.bench.overlap import overlap_table, verdict
+    from shardwise.cli.bench import show_table
 
     if as_json:
         hidden = [{"hidden": each.split.hidden, "hidden_spread": each.split.hidden_spread} for each in found]
@@ -181,8 +180,8 @@ def _write_plan(plan: Plan, out: Path) -> None:
 def _write_report(found: Sequence[Overlap], advice: Advice, title: str, device: str, path: Path) -> None:
     import torch
 
-    from shardwise.bench.overlap_report import overlap_findings
-    from shardwise.bench.report.facts import machine_facts
+    from shardwise.bench.overlap import overlap_findings
+    from shardwise.bench.report.findings import machine_facts
     from shardwise.bench.report.write import write_report
 
     facts = machine_facts(torch.device(device))

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.cli.place_options import place_options
-from shardwise.runs.console import say
-from shardwise.runs.exitcodes import CHECK_FAILED, DONE
+from shardwise.cli.train_options import place_options
+from shardwise.runs.console import CHECK_FAILED, DONE, say
 
 if TYPE_CHECKING:
     from shardwise.bench.p2p.pairs import Pairs
@@ -123,7 +122,7 @@ def _show(pairs: Pairs, *, as_json: bool, report: Path | None) -> None:
         show_pairs(pairs)
     if report is not None:
         from shardwise.bench.p2p.findings import find_links
-        from shardwise.bench.report.facts import machine_facts
+        from shardwise.bench.report.findings import machine_facts
         from shardwise.bench.report.write import write_report
 
         write_report(find_links(pairs, machine_facts(None)), report)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.place_options import place_options
-from shardwise.runs.console import complain, say
-from shardwise.runs.exitcodes import DONE
+from shardwise.cli.train_options import place_options
+from shardwise.runs.console import DONE, complain, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -120,7 +119,7 @@ def _read_ranks(options: dict[str, Any]) -> tuple[int, ...]:
 def _measure_job(script: str, options: dict[str, Any]) -> tuple[list[Curve], bool, str]:
     """Return the curves of a job, whether it ran on the CPU, and a title."""
     from shardwise.bench.scaling import MODES, Case, measure_job, plan_for
-    from shardwise.cli.bench_words import bench_device, load_torch_job, warn_if_busy
+    from shardwise.cli.bench import bench_device, load_torch_job, warn_if_busy
     from shardwise.cli.train import split_settings
     from shardwise.parallel.support import require_supported
 
@@ -154,7 +153,7 @@ def _measure_job(script: str, options: dict[str, Any]) -> tuple[list[Curve], boo
 
 def _predictor() -> Callable[[Job, Plan], float | None]:
     """Return what predicts the seconds of a step; where it cannot, that is said once."""
-    from shardwise.bench.predict import predict_step
+    from shardwise.bench.step_findings import predict_step
     from shardwise.cli.describe import describe_job
     from shardwise.errors import InputError
 
@@ -174,8 +173,8 @@ def _predictor() -> Callable[[Job, Plan], float | None]:
 
 def _measure_script(script: str, arguments: tuple[str, ...], options: dict[str, Any]) -> tuple[list[Curve], bool, str]:
     """Return the curve of a script, whether it has no GPUs to run on, and a title."""
-    from shardwise.bench.scaling_script import measure_script, read_pattern
-    from shardwise.cli.bench_words import warn_if_busy
+    from shardwise.bench.scaling_report import measure_script, read_pattern
+    from shardwise.cli.bench import warn_if_busy
     from shardwise.errors import InputError
     from shardwise.hardware import probe_gpus, usable_cores
     from shardwise.launcher.local.target import Script, check_target
@@ -208,7 +207,7 @@ def _show(curves: Sequence[Curve], title: str, *, on_cpu: bool, as_json: bool, r
     import msgspec
 
     from shardwise.bench.scaling_report import Room, limits, scaling_findings, scaling_table, verdict
-    from shardwise.cli.bench_words import show_table
+    from shardwise.cli.bench import show_table
     from shardwise.environment import num_threads
     from shardwise.hardware import probe_gpus, usable_cores
 
@@ -225,7 +224,7 @@ def _show(curves: Sequence[Curve], title: str, *, on_cpu: bool, as_json: bool, r
                 say(sentence) if sentence else None
         say(f"\n{verdict(curves)}")
     if report is not None:
-        from shardwise.bench.report.facts import machine_facts
+        from shardwise.bench.report.findings import machine_facts
         from shardwise.bench.report.write import write_report
 
         write_report(

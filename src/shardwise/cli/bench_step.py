@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.cli.place_options import place_options
-from shardwise.runs.console import complain, say
-from shardwise.runs.exitcodes import DONE
+from shardwise.cli.train_options import place_options
+from shardwise.runs.console import DONE, complain, say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,7 +61,7 @@ def command(
 
     Starts its own ranks; under srun, torchrun or shardwise launch it is one of theirs.
     """
-    from shardwise.cli.bench_words import load_torch_job
+    from shardwise.cli.bench import load_torch_job
     from shardwise.cli.train import split_settings, this_device
     from shardwise.environment import identify
     from shardwise.planner.settle import settle
@@ -144,8 +143,8 @@ def _expected(
 
     Nothing is predicted for several nodes, of whose links this machine knows nothing.
     """
-    from shardwise.bench.predict import predict_step
-    from shardwise.bench.utilisation import training_flops, utilisation
+    from shardwise.bench.step import training_flops, utilisation
+    from shardwise.bench.step_findings import predict_step
     from shardwise.cli.describe import describe_job
     from shardwise.errors import JobError
 
@@ -211,7 +210,7 @@ def _show_profile(profile: StepProfile) -> None:
 def _write_report(
     found: list[StepMeasurement], path: Path, *, predicted: Mapping[str, float] | None, used: float | None
 ) -> None:
-    from shardwise.bench.report.facts import machine_facts
+    from shardwise.bench.report.findings import machine_facts
     from shardwise.bench.report.write import write_report
     from shardwise.bench.step_findings import step_findings
 

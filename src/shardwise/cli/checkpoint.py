@@ -6,9 +6,8 @@ from pathlib import Path
 
 import click
 
-from shardwise.runs.console import complain, say
-from shardwise.runs.exitcodes import CHECK_FAILED, DONE
-from shardwise.runs.keep import GRAMMAR, parse_keep
+from shardwise.runs.console import CHECK_FAILED, DONE, complain, say
+from shardwise.runs.directory import GRAMMAR, parse_keep
 
 KINDS = ("torch", "dcp", "hf", "mlx", "peft", "deepspeed", "shardwise")
 """The kinds that `convert` writes; here as words, so that torch is not imported to show them."""
@@ -24,7 +23,7 @@ def command() -> None:
 @click.argument("path", type=_PATH)
 def ls(path: Path) -> int:
     """List the checkpoints in a run directory, a folder, or one; sizes and headers are looked at, not every byte."""
-    from shardwise.checkpoint.listing import list_checkpoints
+    from shardwise.checkpoint.folder import list_checkpoints
     from shardwise.cli.checkpoint_view import show_listing
 
     show_listing(list_checkpoints(path, deep=False))
@@ -50,7 +49,7 @@ def inspect(path: Path, *, tensors: bool) -> int:
 @click.argument("path", type=_PATH)
 def check(path: Path) -> int:
     """Read every byte and compare it with its checksum; exit code 3 if anything is damaged."""
-    from shardwise.checkpoint.listing import list_checkpoints
+    from shardwise.checkpoint.folder import list_checkpoints
 
     rows = list_checkpoints(path, deep=True)
     for row in rows:
@@ -81,7 +80,7 @@ def diff(left: Path, right: Path) -> int:
 def prune(path: Path, *, rules: str) -> int:
     """Remove old checkpoints; the newest good one stays in any case."""
     from shardwise.checkpoint import CheckpointFolder
-    from shardwise.checkpoint.listing import list_checkpoints
+    from shardwise.checkpoint.folder import list_checkpoints
     from shardwise.errors import InputError, nearest
 
     keep = parse_keep(rules)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.convert.contents import Contents
     from shardwise.checkpoint.convert.convert import ConvertReport
     from shardwise.checkpoint.diff import DiffReport
-    from shardwise.checkpoint.listing import Row
+    from shardwise.checkpoint.folder import Row
 
 MAX_ROWS = 20
 """Differing tensors that are shown, the worst first."""

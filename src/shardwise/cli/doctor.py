@@ -2,9 +2,38 @@
 
 from __future__ import annotations
 
-import click
+from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.lazy import LazyGroup
+import click
+import msgspec
+
+from shardwise.cli.main import LazyGroup
+from shardwise.runs.console import say
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardwise.doctor.catalogue import Verdict
+
+
+# How `doctor` shows what it found: one line for each verdict, the fix below, or JSON.
+
+
+def say_verdicts(verdicts: Sequence[Verdict]) -> None:
+    """Show each verdict on a line, what to do about it below, and how many there were of each kind."""
+    width = max((len(verdict.name) for verdict in verdicts), default=0)
+    for verdict in verdicts:
+        say(f"{verdict.state:<4}  {verdict.name:<{width}}  {verdict.fact}")
+        if verdict.fix:
+            say(f"{'':<4}  {'':<{width}}  -> {verdict.fix}")
+    counts = {state: sum(verdict.state == state for verdict in verdicts) for state in ("ok", "warn", "fail")}
+    say(f"{counts['ok']} ok, {counts['warn']} to look at, {counts['fail']} failed")
+
+
+def say_json(value: Any) -> None:
+    """Show a value as JSON."""
+    say(msgspec.json.format(msgspec.json.encode(value), indent=1).decode())
+
 
 PARTS = {
     "drill": "Do harm to your own job, and check that it is named and comes back.",
@@ -21,8 +50,7 @@ def command(context: click.Context, *, as_json: bool) -> int:
     """Check this machine: GPUs, torch, NCCL, interfaces, memory, limits, cores, disk, clock."""
     if context.invoked_subcommand is not None:
         return 0
-    from shardwise.cli.doctor_words import say_json, say_verdicts
-    from shardwise.doctor.check import exit_code
+    from shardwise.doctor.catalogue import exit_code
     from shardwise.doctor.machine.checks import check_machine
     from shardwise.doctor.machine.observe import observe_machine
 

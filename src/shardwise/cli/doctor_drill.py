@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.doctor_words import say_json
-from shardwise.runs.console import complain, say
-from shardwise.runs.exitcodes import CHECK_FAILED, DONE
+from shardwise.cli.doctor import say_json
+from shardwise.runs.console import CHECK_FAILED, DONE, complain, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

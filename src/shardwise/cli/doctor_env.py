@@ -12,7 +12,7 @@ from shardwise.errors import InputError
 from shardwise.runs.console import say
 
 if TYPE_CHECKING:
-    from shardwise.doctor.check import Verdict
+    from shardwise.doctor.catalogue import Verdict
     from shardwise.doctor.env_rules import Surroundings
 
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print verdicts as JSON.")
 def command(*, preset: str | None, as_shell: bool, nproc: int, path: Path | None, as_json: bool) -> int:
     """Explain NCCL, gloo, OpenMP, CUDA and torch variables: what each does, what contradicts, what is ignored."""
-    from shardwise.cli.doctor_words import say_json, say_verdicts
-    from shardwise.doctor.check import exit_code
+    from shardwise.cli.doctor import say_json, say_verdicts
+    from shardwise.doctor.catalogue import exit_code
 
     if as_shell:
         if preset is None:
@@ -51,8 +51,8 @@ def command(*, preset: str | None, as_shell: bool, nproc: int, path: Path | None
 
 
 def _lint(preset: str | None, nproc: int) -> list[Verdict]:
-    from shardwise.cli.presets import preset_variables
-    from shardwise.doctor.env import lint
+    from shardwise.cli.sinks import preset_variables
+    from shardwise.doctor.env_rules import lint
     from shardwise.environment import variables
 
     found = lint({**variables(""), **preset_variables(preset)}, _here(nproc))
@@ -61,8 +61,7 @@ def _lint(preset: str | None, nproc: int) -> list[Verdict]:
 
 def _here(nproc: int) -> Surroundings:
     from shardwise.doctor.env_rules import Surroundings
-    from shardwise.doctor.machine.observe import observe_gpus
-    from shardwise.doctor.machine.observe_network import observe_interfaces, observe_rdma
+    from shardwise.doctor.machine.observe import observe_gpus, observe_interfaces, observe_rdma
     from shardwise.hardware import usable_cores
     from shardwise.versions import package_version
 
@@ -80,7 +79,7 @@ def _here(nproc: int) -> Surroundings:
 def _effects(path: Path) -> list[Verdict]:
     import msgspec
 
-    from shardwise.cli.presets import run_effects
+    from shardwise.cli.sinks import run_effects
     from shardwise.runs import RunDirectory
 
     run = RunDirectory(path)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.cli.doctor_words import say_json, say_verdicts
+from shardwise.cli.doctor import say_json, say_verdicts
 from shardwise.runs.console import complain, say
 
 if TYPE_CHECKING:
-    from shardwise.doctor.check import Verdict
+    from shardwise.doctor.catalogue import Verdict
     from shardwise.doctor.network.facts import NetFacts
-    from shardwise.launcher.ssh.hosts import HostSpec
+    from shardwise.launcher.ssh.run import HostSpec
 
 _MOST_COLUMNS = 8
 """Hosts whose matrix can be read on a terminal."""
@@ -34,10 +34,10 @@ _MOST_COLUMNS = 8
 @click.option("--json", "as_json", is_flag=True, help="Write what was found as JSON to standard output.")
 def command(*, hosts: str, folders: tuple[Path, ...], port: int, as_json: bool) -> int:
     """Check logins, versions, names, clocks, storage, ports and links of all hosts; end with the launch line."""
-    from shardwise.doctor.check import exit_code
+    from shardwise.doctor.catalogue import exit_code
     from shardwise.doctor.network.advice import diagnose, launch_lines
     from shardwise.doctor.network.net import examine, label_hosts
-    from shardwise.launcher.ssh.hosts import read_hosts
+    from shardwise.launcher.ssh.run import read_hosts
 
     specs = read_hosts(hosts)
     places = [Path.cwd() / folder.expanduser() for folder in folders] or [Path.cwd()]
@@ -63,7 +63,7 @@ def _show(found: NetFacts, verdicts: list[Verdict], lines: list[str]) -> None:
 
 
 def _show_matrix(found: NetFacts) -> None:
-    from shardwise.doctor.network.matrix import matrix
+    from shardwise.doctor.network.link_checks import matrix
 
     if len(found.usable) > _MOST_COLUMNS:
         say(f"the links of {len(found.usable)} hosts are too many for a terminal: add --json")

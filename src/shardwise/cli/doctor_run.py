@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from shardwise.cli.doctor_words import say_json, say_verdicts
+from shardwise.cli.doctor import say_json, say_verdicts
 from shardwise.runs.console import say
 
 _MOST_LINES = 40
@@ -17,7 +17,7 @@ _MOST_LINES = 40
 @click.option("--json", "as_json", is_flag=True, help="Print the story and the verdicts as JSON.")
 def command(*, path: Path, as_json: bool) -> int:
     """Say what happened in the run directory RUN, why, what was lost, and what to type next."""
-    from shardwise.doctor.check import exit_code
+    from shardwise.doctor.catalogue import exit_code
     from shardwise.doctor.run.explain import explain
     from shardwise.doctor.run.facts import read_run
 

@@ -18,14 +18,14 @@ from shardwise.errors import LaunchError
 from shardwise.launcher.local.target import Module, Program, Script, Target
 from shardwise.launcher.nodes.node import NodesSpec
 from shardwise.launcher.options import read_nodes
-from shardwise.launcher.ssh.hosts import read_hosts
+from shardwise.launcher.ssh.run import read_hosts
 from shardwise.runs.console import complain, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from shardwise.launcher.ssh.checks import Meeting
-    from shardwise.launcher.ssh.hosts import HostSpec
+    from shardwise.launcher.ssh.run import HostSpec
 
 _TRAVELLING = re.compile(r"(NCCL|GLOO|TORCH|UCX|OMP|MKL)_.*|PYTHON(?!HOME).+")
 """Variables that follow the user over ssh; which devices are visible elsewhere is not for this machine to say."""
@@ -131,8 +131,7 @@ def _show(stream: int, line: bytes) -> None:
 
 
 def _on_kubernetes(context: click.Context, grace_s: float) -> int:
-    from shardwise.launcher.kubernetes import POD_INDEX, POD_IP, manifests, node_0, read_kubernetes
-    from shardwise.launcher.kubernetes_yaml import to_yaml
+    from shardwise.launcher.kubernetes import POD_INDEX, POD_IP, manifests, node_0, read_kubernetes, to_yaml
 
     spec = read_kubernetes(context.params["kubernetes"], _target(context.params).name)
     least, most = read_nodes(context.params["nnodes"])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from shardwise.runs.exitcodes import DONE
+from shardwise.runs.console import DONE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.cli.describe import describe_job, job_rules
-from shardwise.cli.summary import summarise
+from shardwise.cli.follow import summarise
 from shardwise.engines.available import require_engine
 from shardwise.errors import InputError, JobError, ShardwiseError
 from shardwise.job.engine import engine_of
 from shardwise.parallel.support import require_supported
 from shardwise.planner.settle import MLX, Device, searching, settle
-from shardwise.recorder.deterministic import be_deterministic
+from shardwise.recorder.imports import be_deterministic
 from shardwise.runs import RunDirectory, create_run
 from shardwise.runs.console import complain
 from shardwise.runs.failure import describe_failure, write_failure

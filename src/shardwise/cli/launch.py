@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.equality_options import equality_options, start_replica_watch
-from shardwise.cli.hang_options import close_guards, hang_options, start_guard
-from shardwise.cli.node_options import node_options
-from shardwise.runs.console import complain, say
-from shardwise.runs.exitcodes import INTERRUPTED, JOB_FAILED
+from shardwise.cli.launch_plan import node_options
+from shardwise.cli.train_options import close_guards, equality_options, hang_options, start_guard, start_replica_watch
+from shardwise.runs.console import INTERRUPTED, JOB_FAILED, complain, say
 
 if TYPE_CHECKING:
+    from shardwise.cli.follow import Tee
     from shardwise.cli.launch_plan import SettledLaunch
-    from shardwise.cli.tee import Tee
     from shardwise.doctor.guard.guard import Guard
     from shardwise.doctor.guard.replicas import ReplicaWatch
     from shardwise.launcher.local.attempts import Launched
@@ -78,7 +76,7 @@ def command(*, script: str, arguments: tuple[str, ...], log_dir: Path | None, dr
     from shardwise.cli.elsewhere import start_elsewhere
     from shardwise.cli.launch_plan import settle_launch, settle_target
     from shardwise.cli.node_words import describe
-    from shardwise.cli.presets import tell_effects, tell_preset
+    from shardwise.cli.sinks import tell_effects, tell_preset
     from shardwise.cli.slurm import start_by_slurm
     from shardwise.launcher.explain import explain_outcome
     from shardwise.launcher.local.processes import become_reaper, kill_descendants
@@ -119,7 +117,7 @@ def _launch(
     settled: SettledLaunch, log_dir: Path | None, warm: ForkStarter | None
 ) -> tuple[Launched, RunDirectory, list[Guard | ReplicaWatch], Tee]:
     """Run it on this machine, or on this and others; return how it ended, where that is written, and who looked on."""
-    from shardwise.cli.tee import Tee
+    from shardwise.cli.follow import Tee
     from shardwise.launcher.local.attempts import launch
     from shardwise.runs import create_run, share_run
 

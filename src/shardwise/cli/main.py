@@ -2,18 +2,100 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import re
 import sys
+import time
 import traceback
 from itertools import takewhile
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.lazy import LazyGroup
-from shardwise.cli.one_voice import end, with_job_file
-from shardwise.cli.set_keys import unknown_option
-from shardwise.errors import ShardwiseError, with_code
-from shardwise.runs.console import say
-from shardwise.runs.exitcodes import BAD_INPUT, INTERRUPTED
+from shardwise.cli.describe import unknown_option
+from shardwise.environment import MPI_STARTERS, Identity, identify
+from shardwise.errors import EnvironmentVariablesError, ShardwiseError, nearest, with_code
+from shardwise.runs.console import BAD_INPUT, INTERRUPTED, complain, say
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+# A group of commands that are imported when they are used: help needs their words alone.
+
+
+class LazyGroup(click.Group):
+    """Commands by name and help line, in that order; each is the `command` of a module of its own."""
+
+    def __init__(self, *args: Any, parts: Mapping[str, str], prefix: str = "", kind: str = "part", **more: Any) -> None:
+        """`parts` gives the help line of each name; its module is shardwise.cli.PREFIXNAME; `kind` is what it is."""
+        super().__init__(*args, **more)
+        self._parts, self._prefix, self._kind = parts, prefix, kind
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        """Names in the order in which they were given."""
+        return list(self._parts)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        """Import a command."""
+        if cmd_name not in self._parts:
+            return None
+        command: click.Command = importlib.import_module(f"shardwise.cli.{self._prefix}{cmd_name}").command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Name the nearest when there is no such one."""
+        if args and not args[0].startswith("-") and args[0] not in self._parts:
+            raise click.UsageError(f"there is no {self._kind} {args[0]!r}: {nearest(args[0], self._parts)}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        """List all without importing any."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(self._parts.items()))
+
+
+# How a command ends when it cannot go on: one sentence and an exit code, also where mpirun runs many of it.
+
+
+_PATIENCE_S = 10.0
+"""How much later than the others rank 0 may come to the same end: ranks that share few cores import one by one."""
+
+_JOB = "JOB.py"
+"""What packages that know no command line write for the job file in a fix."""
+
+
+def end(code: int, words: str) -> int:
+    """Say `words` and return `code`, the exit code; ranks of mpirun end here, and one of them speaks.
+
+    What one rank refuses as bad input the others refuse too, and mpirun ends all of them when the first has ended
+    badly: so those after rank 0 wait to be ended, and speak if nobody does. Any other end may be one rank's alone.
+    """
+    me = _identity()
+    if me.world_size == 1 or me.source not in MPI_STARTERS:
+        complain(words)
+        return code
+    if me.rank > 0 and code == BAD_INPUT:
+        time.sleep(_PATIENCE_S)
+    complain(words)
+    os._exit(code)  # without MPI's farewell, in which ranks wait for each other
+
+
+def with_job_file(sentence: str, *arguments: str) -> str:
+    """Return an error's sentence with the job file that is among the arguments, in place of the JOB.py of its fix."""
+    own = next((each for each in arguments if re.fullmatch(r"[^=]+\.py(:\w+)?", each)), _JOB)
+    return sentence.replace(_JOB, own)
+
+
+def _identity() -> Identity:
+    try:
+        return identify()
+    except EnvironmentVariablesError:
+        return Identity()
+
 
 VERBS = {
     "plan": "What fits, what it costs, what to choose and why.",

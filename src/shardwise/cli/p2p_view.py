@@ -11,7 +11,7 @@ from rich.table import Table
 
 from shardwise.bench.p2p.findings import HEADER, by_block, kind_rows, node_labels, unit_of
 from shardwise.bench.p2p.verdict import find_slow, in_words
-from shardwise.bench.report.axes import in_bytes
+from shardwise.bench.report.draw import in_bytes
 from shardwise.runs.console import say
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.runs.console import complain, say
-from shardwise.runs.exitcodes import CHECK_FAILED, DONE
+from shardwise.runs.console import CHECK_FAILED, DONE, complain, say
 
 if TYPE_CHECKING:
     from shardwise.hardware.machine import Cluster
@@ -118,7 +117,7 @@ def _present(answer: Answer, forms: tuple[Form, ...], subject: Subject, *, every
         data = answer_data(answer, forms, every=every)
         say(msgspec.json.format(msgspec.json.encode(data), indent=1).decode())
     else:
-        from shardwise.cli.plan_view import show_answer
+        from shardwise.cli.plan_deepspeed import show_answer
 
         show_answer(answer, forms, subject, every=every)
 
@@ -264,7 +263,7 @@ def _subject(
 
 
 def _question(subject: Subject, cluster: Cluster) -> Question:
-    from shardwise.hardware.calibration_file import calibration_for
+    from shardwise.hardware.calibration import calibration_for
     from shardwise.planner.search.search import Question
 
     return Question(
@@ -279,9 +278,8 @@ def _question(subject: Subject, cluster: Cluster) -> Question:
 
 
 def _draw(answer: Answer, path: Path) -> None:
-    from shardwise.planner.cost.time import TimeModel
-    from shardwise.planner.cost.timeline import timeline
-    from shardwise.planner.search.picture import draw
+    from shardwise.planner.cost.time import TimeModel, timeline
+    from shardwise.planner.search.report import draw
 
     question, best = answer.question, answer.best
     times = TimeModel(question.cluster, question.calibration, optimizer=question.optimizer)

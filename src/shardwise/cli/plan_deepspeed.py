@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.planner.search.choices import FAMILIES
+from shardwise.planner.search.deepspeed import beside_native, choose_form, form_reason
+from shardwise.planner.search.explain import (
+    ROUND,
+    capture_gain,
+    compile_gain,
+    decision_path,
+    in_gb,
+    in_numbers,
+    in_seconds,
+    reason,
+    room_in_words,
+    rounds_gain,
+)
+from shardwise.planner.search.search import Candidate
 from shardwise.runs.console import complain, say
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from shardwise.planner.cost.memory import Memory
+    from shardwise.planner.cost.time import Time
+    from shardwise.planner.search.deepspeed import Form
     from shardwise.planner.search.search import Answer
+    from shardwise.planner.search.subject import Subject
     from shardwise.plans.plan import DType, Plan
 
 
@@ -63,3 +87,132 @@ def best_for_deepspeed(answer: Answer) -> Plan:
             complain(f"note      of the plans that DeepSpeed has words for, the best is {candidate.plan.layout}")
         return candidate.plan
     raise refusal
+
+
+# How an answer of the planner looks on a terminal.
+
+
+def show_answer(answer: Answer, forms: Sequence[Form], subject: Subject, *, every: bool) -> None:
+    """Show the best of each family (or every plan), then what the chosen one costs and why it was chosen.
+
+    `forms` are DeepSpeed's, where that engine was asked for.
+    """
+    question = answer.question
+    shape = question.model.plain
+    length = f", {shape.tokens_per_sample} tokens each" if shape.tokens_per_sample else ""
+    say(f"model     {shape.name}: {in_numbers(shape.numel)} parameters ({shape.source})")
+    say(f"cluster   {question.cluster.describe()}")
+    say(f"batch     {question.batch_size} samples ({subject.batch_source}){length}")
+    say(f"precision {subject.precision} ({subject.precision_source})")
+    say("")
+    _show(_every(answer) if every else _families(answer, forms))
+    say("")
+    for fork in decision_path(answer):
+        say(f"{fork.question} {fork.answer}: {fork.because}")
+    if answer.best is not None:
+        say("")
+        _show_best(answer, answer.best)
+    chosen = choose_form(forms)
+    if chosen is not None and chosen.best is not None:
+        say("")
+        say(f"{chosen.name}: {beside_native(chosen, answer)}")
+        say(f"          {_parts(chosen.best.memory.at_peak, in_gb)}")
+        say(f"          {_parts(chosen.best.time.parts, in_seconds)}")
+        if chosen.best.memory.host:
+            say(f"          {in_gb(chosen.best.memory.host)} on the host for each device")
+
+
+def _families(answer: Answer, forms: Sequence[Form]) -> Table:
+    """Return a table with a row for each family, and for each of DeepSpeed's forms."""
+    table = _table("family", "layout", "micro-batch", "recompute", "memory", "step", _rate(answer), "MFU", "why")
+    for family in FAMILIES:
+        entry = answer.families[family]
+        words = reason(answer, family)
+        if isinstance(entry, Candidate):
+            style = "bold" if words == "chosen" else ""
+            table.add_row(family, *_cells(entry.plan, entry.memory, entry.time), words, style=style)
+        else:
+            memory = in_gb(entry.memory.total) if entry.memory else ""
+            table.add_row(family, "", "", "", memory, "", "", "", words, style="dim")
+    chosen = choose_form(forms)
+    for form in forms:
+        words = form_reason(form, chosen)
+        if form.best is not None:
+            style = "bold" if form is chosen else ""
+            table.add_row(form.name, *_cells(form.best.plan, form.best.memory, form.best.time), words, style=style)
+        else:
+            memory = in_gb(form.memory.total) if form.memory else ""
+            table.add_row(form.name, "", "", "", memory, "", "", "", words, style="dim")
+    return table
+
+
+def _every(answer: Answer) -> Table:
+    table = _table("family", "layout", "micro-batch", "recompute", "memory", "step", _rate(answer), "MFU")
+    for entry in answer.candidates:
+        table.add_row(entry.family, *_cells(entry.plan, entry.memory, entry.time))
+    return table
+
+
+def _cells(plan: Plan, memory: Memory, time: Time) -> list[str]:
+    schedule = f" {plan.pipeline.schedule}" if plan.layout.pp > 1 else ""
+    rate = time.tokens_per_second_per_device or time.samples_per_second / plan.layout.world_size
+    return [
+        f"{plan.layout}{f' zero{plan.zero}' if plan.zero else ''}{schedule}{' fused' if plan.fused_loss else ''}",
+        f"{plan.micro_batch} x {plan.accumulation}",
+        plan.recompute,
+        in_gb(memory.total),
+        in_seconds(time.seconds),
+        f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
+        f"{time.mfu:.0%}",
+    ]
+
+
+def _rate(answer: Answer) -> str:
+    return "tokens/s each" if answer.question.model.plain.tokens_per_sample else "samples/s each"
+
+
+def _show_best(answer: Answer, best: Candidate) -> None:
+    """Show memory and time of the chosen plan by part, and what the figures stand on."""
+    memory, time = best.memory, best.time
+    fused = " · loss fused with the head" if best.plan.fused_loss else ""
+    say(f"chosen    {best.family}: {best.plan.layout} · {FAMILIES[best.family]}{fused}")
+    held = {**memory.at_peak, "allocator and context": memory.total - memory.peak}
+    where = f"{memory.phase}, stage {memory.stage}" if best.plan.layout.pp > 1 else memory.phase
+    say(f"memory    {in_gb(memory.total)} in {where}: {_parts(held, in_gb)}")
+    say(f"          {room_in_words(answer.question)}")
+    if memory.host:
+        say(f"host      {in_gb(memory.host)} for each device")
+    say(f"time      {in_seconds(time.seconds)} a step: {_parts(time.parts, in_seconds)}")
+    basis = ", ".join(f"{what} {origin}" for what, origin in time.basis.items())
+    say(f"          +- {time.uncertainty:.0%} ({basis})")
+    _show_gains(answer)
+    say(f"searched  {answer.num_plans} plans, {len(answer.candidates)} predicted in full")
+
+
+def _show_gains(answer: Answer) -> None:
+    """Say what options that the search leaves alone would do."""
+    for words, gain, least in (
+        ("compile = blocks would take {} off", compile_gain(answer), 0.01),
+        ("capture = step would take {} off, where all batches have one shape", capture_gain(answer), 0.05),
+        (f"communication.sync_every = {ROUND} would take {{}} off, and change the numbers", rounds_gain(answer), 0.2),
+    ):
+        if gain > least:
+            say(f"          {words.format(f'{gain:.0%}')}")
+
+
+def _parts(parts: Mapping[str, float], words: Callable[[float], str]) -> str:
+    shown = sorted(parts.items(), key=lambda part: -part[1])
+    whole = sum(parts.values())
+    return " · ".join(f"{name} {words(size)}" for name, size in shown if size > 0.005 * whole)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        right = column in {"memory", "step", "MFU"} or column.endswith("each")
+        table.add_column(column, overflow="fold", justify="right" if right else "left")
+    return table
+
+
+def _show(table: Table) -> None:
+    Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 180).print(table)

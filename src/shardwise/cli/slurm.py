@@ -18,12 +18,21 @@ from shardwise.cli.node_words import launch_words
 from shardwise.environment import variables
 from shardwise.errors import LaunchError
 from shardwise.launcher.options import read_nodes
-from shardwise.launcher.slurm import BatchSpec, batch_script, read_directives, settle_nproc, srun_words
-from shardwise.launcher.slurm_job import is_step, nodes_of_allocation, nodes_of_step, num_tasks
-from shardwise.launcher.slurm_submit import require_slurm, submit
+from shardwise.launcher.slurm import (
+    BatchSpec,
+    batch_script,
+    is_step,
+    nodes_of_allocation,
+    nodes_of_step,
+    num_tasks,
+    read_directives,
+    require_slurm,
+    settle_nproc,
+    srun_words,
+    submit,
+)
 from shardwise.runs import create_run
-from shardwise.runs.console import complain, say
-from shardwise.runs.exitcodes import PREEMPTED
+from shardwise.runs.console import PREEMPTED, complain, say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,18 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.equality_options import equality_options, settle_equality
-from shardwise.cli.hang_options import hang_options, settle_hang, start_guard
-from shardwise.cli.node_options import node_options, settle_nodes
-from shardwise.cli.one_voice import with_job_file
-from shardwise.cli.place_options import place_options
-from shardwise.cli.saving_options import saving_options, settle_saving
+from shardwise.cli.follow import summarise
+from shardwise.cli.launch_plan import node_options, settle_nodes
+from shardwise.cli.main import with_job_file
 from shardwise.cli.sinks import HELP, checked_sinks
-from shardwise.cli.summary import summarise
+from shardwise.cli.train_options import (
+    equality_options,
+    hang_options,
+    place_options,
+    saving_options,
+    settle_equality,
+    settle_hang,
+    settle_saving,
+    start_guard,
+)
 from shardwise.environment import MPI_STARTERS
 from shardwise.errors import LaunchError, with_code
-from shardwise.runs.console import complain
-from shardwise.runs.exitcodes import BAD_INPUT, DONE, INTERRUPTED, JOB_FAILED, PREEMPTED
+from shardwise.runs.console import BAD_INPUT, DONE, INTERRUPTED, JOB_FAILED, PREEMPTED, complain
 from shardwise.runs.failure import NOT_SAVED
 
 if TYPE_CHECKING:
@@ -80,7 +85,7 @@ def command(
     """Train the Job in JOB.py, with progress, a report and a run directory."""
     from shardwise.cli.elsewhere import start_elsewhere
     from shardwise.cli.join import train_in_world, write_run_inputs
-    from shardwise.cli.presets import tell_preset
+    from shardwise.cli.sinks import tell_preset
     from shardwise.cli.slurm import start_by_slurm
     from shardwise.cli.train_nodes import train_on_nodes
     from shardwise.environment import identify
@@ -166,7 +171,7 @@ def split_settings(job: str, settings: tuple[str, ...]) -> tuple[JobReference, d
     """Give each --set to the job or to the plan, whichever has a field of that name."""
     import dataclasses
 
-    from shardwise.cli.set_keys import nearest_key
+    from shardwise.cli.describe import nearest_key
     from shardwise.errors import InputError
     from shardwise.job import Job, refer
     from shardwise.job.overrides import parse_overrides
@@ -244,7 +249,7 @@ def _check(job: Job, plan: Plan) -> None:
 
 def _ranks(plan: Plan, device: Device, nproc: int, options: Mapping[str, Any]) -> RanksSpec:
     """Settle how ranks are started and looked after; refuse variables with which they cannot run."""
-    from shardwise.cli.presets import settle_preset
+    from shardwise.cli.sinks import settle_preset
     from shardwise.cli.train_nodes import RanksSpec
     from shardwise.parallel.support import uses_ddp
 
@@ -272,7 +277,7 @@ def _launch(order: dict[str, object], run: RunDirectory, ranks: RanksSpec) -> La
 def _conclude(ranks: RanksSpec, launched: Launched, run: RunDirectory, *, is_first: bool = True) -> int:
     """Say how it ended; a run that was refused before its first step leaves nothing behind."""
     from shardwise.cli.node_words import resume_words
-    from shardwise.cli.presets import tell_effects
+    from shardwise.cli.sinks import tell_effects
     from shardwise.launcher.explain import explain_outcome
     from shardwise.launcher.policy import Finish, root_cause
 

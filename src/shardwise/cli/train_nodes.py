@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shardwise.cli.follow import following
-from shardwise.cli.hang_options import start_guard
 from shardwise.cli.join import write_run_inputs
+from shardwise.cli.train_options import start_guard
 from shardwise.environment import variables as own_variables
 from shardwise.launcher.local.attempts import LaunchSpec
 from shardwise.launcher.local.target import Module
 from shardwise.launcher.nodes.node import join_run, node_facts
 from shardwise.launcher.nodes.rounds import launch_nodes
 from shardwise.plans.toml import plan_to_toml
-from shardwise.recorder.deterministic import deterministic_variables
+from shardwise.recorder.imports import deterministic_variables
 from shardwise.runs import create_run, share_run
 from shardwise.runs.console import complain
 

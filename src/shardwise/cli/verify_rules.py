@@ -19,7 +19,7 @@ def propose_rules(
     reference: JobReference, *, nproc: int, steps: int, precision: Exact, shrink: bool, as_json: bool, out: Path | None
 ) -> int:
     """Propose rules, say them as Python or JSON, write them to `out`, and return the exit code."""
-    from shardwise.job.rules_file import rules_to_toml
+    from shardwise.job.job import rules_to_toml
     from shardwise.parity.propose import propose
 
     found = propose(reference, nproc=nproc, steps=steps, precision=precision, shrink=shrink, on_trial=_tell)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from shardwise.cli.sinks import HELP, checked_sinks
-from shardwise.runs.console import say
-from shardwise.runs.exitcodes import DONE
+from shardwise.runs.console import DONE, say
 
 if TYPE_CHECKING:
     from shardwise.monitor.sinks import SinkSpec

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
-
 from shardwise.environment import Identity
 from shardwise.errors import WorldError
 from shardwise.dist.backends import default_timeout_s
 from shardwise.dist.world import World
+from shardwise.dist.start import world
 
 if TYPE_CHECKING:
     from shardwise.dist.stores import Store
+    from pathlib import Path
 
 
 def fake_world(size: int, rank: int = 0, device: str = "cpu") -> World:
@@ -50,3 +50,22 @@ def _fake_store() -> Store:
             fix="pip install torch==2.13.0",
         ) from error
     return FakeStore()
+
+
+# The world of forks on one machine: gloo on the CPU, meeting in a file, with no port to lose.
+
+
+def local_world(meeting: Path, rank: int, size: int, *, timeout_s: float) -> World:
+    """Communicate to start the process group of `size` forks of one process, called on every rank.
+
+    `meeting` is a file that none of them has made yet, in a folder that they share.
+    """
+    return world(
+        backend="gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=size,
+        local_rank=rank,
+        device="cpu",
+        timeout_s=timeout_s,
+    )

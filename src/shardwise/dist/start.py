@@ -6,26 +6,37 @@ import contextlib
 import math
 import socket
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
-
+from typing import TYPE_CHECKING
+from typing import Any
 import torch.distributed as dist
-
-from shardwise.errors import EnvironmentVariablesError, WorldError
-from shardwise.dist.adoption import adopt_group
-from shardwise.dist.backends import choose_backend, default_device, default_timeout_s
-from shardwise.dist.devices import choose_device
-from shardwise.dist.identity import find_identity, place_by_hosts
-from shardwise.engines.mpi.library import GROUP_NAME, torch_backend
-from shardwise.engines.mpi.start import MET_BY_MPI, mpi_runtime
-from shardwise.dist.rendezvous import Meeting, join, parse_meeting
-from shardwise.dist.stores import HashStore, PrefixStore
+from shardwise.errors import EnvironmentVariablesError
+from shardwise.errors import WorldError
+from shardwise.dist.backends import choose_backend
+from shardwise.dist.backends import default_device
+from shardwise.dist.backends import default_timeout_s
+from shardwise.dist.backends import find_identity
+from shardwise.dist.backends import place_by_hosts
+from shardwise.engines.mpi.types import GROUP_NAME
+from shardwise.engines.mpi.types import torch_backend
+from shardwise.engines.mpi.start import MET_BY_MPI
+from shardwise.engines.mpi.start import mpi_runtime
+from shardwise.dist.rendezvous import Meeting
+from shardwise.dist.rendezvous import join
+from shardwise.dist.rendezvous import parse_meeting
+from shardwise.dist.stores import HashStore
+from shardwise.dist.stores import PrefixStore
 from shardwise.dist.world import World
+import torch
+from dataclasses import replace
+from shardwise.engines.mpi.group import MpiGroup
+from shardwise.engines.mpi.types import shown_backend
+from shardwise.dist.world import running_group
+from shardwise.environment import has_own_gpu
 
 if TYPE_CHECKING:
-    import torch
-
     from shardwise.environment import Identity
     from shardwise.dist.stores import Store
+    from torch.distributed import ProcessGroup
 
 
 def world(
@@ -163,3 +174,117 @@ def _start_group(
             fix="see whether every rank started, and whether they can reach each other",
         ) from error
     return hosts
+
+
+# Adopting a process group that someone else started; the one file that looks into its private options.
+
+
+def adopt_group(*, local_rank: int | None, device: str | torch.device | None, **asked: Any) -> World:
+    """Return the world of the process group that is running; no communication.
+
+    `asked` holds the other arguments of `world`, None where not given; one that is not true of the group is refused.
+    """
+    group = running_group()
+    running: dict[str, Any] = {
+        "rank": dist.get_rank(),
+        "world_size": dist.get_world_size(),
+        "backend": shown_backend(dist.get_backend()),
+    }
+    for name, value in asked.items():
+        if value is not None and (name not in running or running[name] != value):
+            said = f"{name}={running[name]}" if name in running else "its own"
+            raise WorldError(
+                f"{name}={value} was asked, but a process group is already running with {said}",
+                code="world.group-differs",
+                fix=f"leave {name} out to adopt that group, or call world() before init_process_group",
+            )
+    place = find_identity(running["rank"], running["world_size"], local_rank)
+    chosen = _device(group) if device is None else choose_device(device, place)
+    return World.of(
+        replace(place, source="adopted"),
+        device=chosen,
+        backend=running["backend"],
+        timeout_s=_timeout_s(group, running["backend"], chosen),
+        store=group.get_group_store(),
+        init_method="adopted",
+        created=False,
+    )
+
+
+def _device(group: ProcessGroup) -> torch.device:
+    """Return the device the group was bound to, else the current GPU if the group serves it, else the CPU."""
+    if group.bound_device_id is not None:
+        return group.bound_device_id
+    if "cuda:" in dist.get_backend_config() and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _timeout_s(group: ProcessGroup, backend: str, device: torch.device) -> float:
+    if isinstance(group, MpiGroup):
+        return group.limit_s
+    try:
+        limit = group._get_backend(device).options._timeout  # noqa: SLF001 - torch has no public way to ask
+    except (AttributeError, RuntimeError):
+        return default_timeout_s(backend)
+    return float(limit.total_seconds())
+
+
+# The device of a rank: the GPU of its local rank where there is one, else the CPU.
+
+
+def choose_device(asked: str | torch.device | None, identity: Identity) -> torch.device:
+    """Return the device for this rank and make it torch's current one; one that is not there is refused."""
+    wanted = _parse(asked) if asked is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if wanted.type == "cpu":
+        return torch.device("cpu")
+    num_visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_visible == 0:
+        raise WorldError(
+            f"device {asked!s} was asked, but no GPU is visible", code="world.no-gpu", fix="use device='cpu'"
+        )
+    if ":" not in str(wanted):
+        wanted = torch.device("cuda", gpu_index(identity, num_visible, own_gpu=has_own_gpu()))
+    elif wanted.index >= num_visible:
+        raise WorldError(
+            f"device {asked!s} was asked, but {num_visible} GPUs are visible",
+            code="world.gpu-index-invalid",
+            fix=f"use cuda:0 to cuda:{num_visible - 1}",
+        )
+    torch.cuda.set_device(wanted)
+    return wanted
+
+
+def _parse(asked: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(asked)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise WorldError(
+            f"device {asked!s} is not one a world runs on",
+            code="world.unknown-device",
+            fix="use 'cpu', 'cuda' or 'cuda:0'",
+        )
+    return device
+
+
+def gpu_index(identity: Identity, num_visible: int, *, own_gpu: bool) -> int:
+    """Return which of the visible GPUs is this rank's; `own_gpu` when the launcher shows each rank its own."""
+    if own_gpu and num_visible == 1:
+        return 0
+    if identity.local_rank < num_visible:
+        return identity.local_rank
+    if identity.local_rank_assumed:
+        raise WorldError(
+            f"local rank {identity.local_rank} (taken from the rank, as LOCAL_RANK is not set) has no GPU of its"
+            f" own: {num_visible} visible",
+            code="world.local-rank-without-gpu",
+            fix="export LOCAL_RANK=<rank on this node>, or pass local_rank=",
+        )
+    raise WorldError(
+        f"local rank {identity.local_rank} has no GPU of its own: {num_visible} visible",
+        code="world.local-rank-without-gpu",
+        fix=f"start at most {num_visible} ranks on this node, widen CUDA_VISIBLE_DEVICES, or pass device='cuda:0' if"
+        " every rank sees a GPU of its own",
+    )

@@ -7,31 +7,35 @@ import contextlib
 import socket
 import time
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
-
+from typing import TYPE_CHECKING
+from typing import Any
+from typing import Self
 import torch
 import torch.distributed as dist
-
 from shardwise.errors import WorldError
-from shardwise.dist.mesh import build_mesh
-from shardwise.engines.mpi.library import GROUP_NAME, torch_backend
+from shardwise.engines.mpi.types import GROUP_NAME
+from shardwise.engines.mpi.types import torch_backend
 from shardwise.engines.mpi.start import mpi_runtime
 from shardwise.dist.stores import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from shardwise.layout import AXES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable
+    from collections.abc import Mapping
+    from collections.abc import Sequence
     from types import TracebackType
-
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
     from shardwise.environment import Identity
     from shardwise.layout import Layout
     from shardwise.dist.stores import Store
+
 
 THREADS_CATCH_UP_S = 0.02
 """What gloo's threads get before a group ends. They drop the tensors of finished work, for which they take the
@@ -253,3 +257,23 @@ def running_group() -> ProcessGroup:
     if group is None:
         raise WorldError("no process group is running", code="world.not-running", fix="call world() first")
     return group
+
+
+# Device meshes made from layouts: the axes that cut the world, by name.
+
+
+def build_mesh(layout: Layout, *, world_size: int, device_type: str) -> DeviceMesh:
+    """Communicate to make the mesh of `layout`, called on every rank; its axes are those of degree over 1.
+
+    A layout of one rank gives a mesh of one, named "replicate".
+    """
+    if layout.world_size != world_size:
+        others = layout.world_size // layout.replicate
+        fits = world_size % others == 0
+        raise WorldError(
+            f"layout {layout} needs {layout.world_size} ranks, the world has {world_size}",
+            code="layout.world-size-mismatch",
+            fix=f"set replicate={world_size // others}" if fits else f"start a multiple of {others} ranks",
+        )
+    cut = {axis: degree for axis, degree in zip(AXES, layout.degrees, strict=True) if degree > 1} or {"replicate": 1}
+    return init_device_mesh(device_type, tuple(cut.values()), mesh_dim_names=tuple(cut))

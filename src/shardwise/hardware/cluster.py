@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
+import math
 import re
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import tomllib
+from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import HardwareError
-from shardwise.hardware.catalogue import Catalogue, read_catalogue
-from shardwise.hardware.machine import Cluster, Device
-from shardwise.hardware.memory import available_memory
-from shardwise.hardware.probe import probe_gpus, usable_cores
+from shardwise.environment import config_directory
+from shardwise.errors import HardwareError, nearest
+from shardwise.hardware.machine import DTYPES, GIB, Cluster, Device, Link, NodeType
+from shardwise.hardware.probe import available_memory, probe_gpus, usable_cores
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, Mapping
+
+    from shardwise.hardware.probe import Gpu
+
 
 _FORMS = "write COUNTxDEVICE, NODESxNODE or NODESxDEVICESxDEVICE, such as 8xH100, 2xp4d.24xlarge, 4x8xA100-40GB"
 
@@ -119,3 +125,216 @@ def _split(text: str) -> tuple[tuple[int, ...], str]:
                 fix="use whole numbers of at least 1",
             )
     return counts, match[2]
+
+
+# The catalogue: devices, links and nodes read from TOML, the user's own files on top of ours.
+
+
+_OURS = Path(__file__).with_name("catalogue.toml")
+_UNITS = {
+    "memory_gib": ("memory_bytes", GIB),
+    "host_memory_gib": ("host_memory_bytes", GIB),
+    "memory_bandwidth_gbs": ("memory_bandwidth", 1e9),
+    "bandwidth_gbs": ("bandwidth", 1e9),
+    "latency_us": ("latency_s", 1e-6),
+    "bulk_latency_us": ("bulk_latency_s", 1e-6),
+    "tflops": ("flops", 1e12),
+    "matmul_tflops": ("matmul", 1e12),
+}
+"""Key in TOML -> field of the value, and how many of its units one is."""
+_KINDS: dict[str, type[Any]] = {"devices": Device, "links": Link, "nodes": NodeType}
+_REFERENCES = {"device": "devices", "inside": "links", "nic": "links", "host_link": "links"}
+"""Keys of a node that name another entry, and where to find it."""
+
+
+def _is_number(given: Any) -> bool:
+    return isinstance(given, int | float) and not isinstance(given, bool) and math.isfinite(given)
+
+
+def _is_list(given: Any, kind: type) -> bool:
+    return isinstance(given, list) and all(type(item) is kind for item in given)
+
+
+def _is_rates(given: Any) -> bool:
+    return isinstance(given, dict) and all(dtype in DTYPES and _is_number(rate) for dtype, rate in given.items())
+
+
+_Form = tuple[str, "Callable[[Any], bool]"]
+_TEXT: _Form = ("a text", lambda given: isinstance(given, str))
+_NUMBER: _Form = ("a number", _is_number)
+_WHOLE: _Form = ("a whole number", lambda given: type(given) is int)
+_FLAG: _Form = ("true or false", lambda given: isinstance(given, bool))
+_CATALOGUE_FORMS: dict[str, _Form] = {
+    **dict.fromkeys((*_UNITS, "efficiency"), _NUMBER),
+    **dict.fromkeys(("tflops", "matmul_tflops"), (f"numbers by dtype ({', '.join(DTYPES)})", _is_rates)),
+    **dict.fromkeys(("aliases", "driver_names"), ("a list of texts", lambda given: _is_list(given, str))),
+    **dict.fromkeys(("num_devices", "nics", "host_cores"), _WHOLE),
+    **dict.fromkeys(("multicast", "assumed"), _FLAG),
+    "capability": ("a list of whole numbers", lambda given: _is_list(given, int)),
+    "kind": ('"cuda", "rocm" or "cpu"', lambda given: given in ("cuda", "rocm", "cpu")),
+}
+"""What a key takes, in words, and whether a value is that; others take text."""
+_SAME_SIZE = 0.05
+"""Drivers reserve different amounts, so a device is known by its memory to this fraction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Catalogue:
+    """Devices and nodes by name, each alias counted as a name."""
+
+    devices: Mapping[str, Device]
+    nodes: Mapping[str, NodeType]
+
+    def find(self, name: str) -> Device | NodeType:
+        """Return the device or node of a name or alias, in any case; unknown ones are refused with the nearest."""
+        entries: tuple[Device | NodeType, ...] = (*self.devices.values(), *self.nodes.values())
+        names = {_plain(called): entry for entry in entries for called in (entry.name, *entry.aliases)}
+        if _plain(name) not in names:
+            close = difflib.get_close_matches(_plain(name), names, n=1)
+            # All names would fill a screen; those of devices are what most people look for.
+            fix = nearest(close[0] if close else name, close or self.devices)
+            raise HardwareError(f"no device or node is called {name!r}", code="hardware.unknown-device", fix=fix)
+        return names[_plain(name)]
+
+    def node_of(self, device: Device) -> NodeType:
+        """Return the node that a device usually stands in."""
+        if device.node not in self.nodes:
+            fact = f"device {device.name} names the node {device.node!r}, which is not listed"
+            raise HardwareError(fact, code="hardware.catalogue-unknown-reference", fix=nearest(device.node, self.nodes))
+        return replace(self.nodes[device.node], device=device)
+
+    def recognise(self, gpu: Gpu) -> Device:
+        """Return the device behind a driver's name and memory; an unknown one gets a relative's rates, marked so."""
+        for device in self.devices.values():
+            names = map(_plain, (*device.driver_names, device.name, *device.aliases))
+            size = abs(device.memory_bytes / gpu.memory_bytes - 1)
+            if _plain(gpu.name) in names and size < _SAME_SIZE:
+                return device
+        relatives = [device for device in self.devices.values() if device.kind == "cuda"]
+        relative = min(relatives, key=lambda device: _kinship(device, gpu))
+        return replace(
+            relative,
+            name=gpu.name,
+            memory_bytes=gpu.memory_bytes,
+            aliases=(),
+            driver_names=(gpu.name,),
+            assumed=True,
+            source=f"memory: the driver; rates: assumption, as {relative.name}",
+        )
+
+
+def read_catalogue(extra: Path | None = None, user: Path | None = None) -> Catalogue:
+    """Return our catalogue with the user's (~/.config/shardwise/hardware.toml, may be absent) and `extra` on top."""
+    user = user or config_directory() / "hardware.toml"
+    files = [_OURS, *([user] if user.exists() else []), *([extra] if extra else [])]
+    tables: dict[str, dict[str, tuple[Path, dict[str, Any]]]] = {section: {} for section in _KINDS}
+    for file in files:
+        for section, entries in _load(file).items():
+            tables[section] |= {name: (file, table) for name, table in entries.items()}
+    built: dict[str, dict[str, Any]] = {}
+    for section in ("devices", "links", "nodes"):  # nodes last: they name the others
+        built[section] = {name: _build(section, name, *entry, built) for name, entry in tables[section].items()}
+    catalogue = Catalogue(devices=built["devices"], nodes=built["nodes"])
+    _refuse_double_names((*catalogue.devices.values(), *catalogue.nodes.values()))
+    return catalogue
+
+
+def _load(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    try:
+        data = tomllib.loads(file.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise HardwareError(
+            f"catalogue {file} cannot be read ({error})", code="hardware.catalogue-read-failed", fix="name a .toml file"
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise HardwareError(
+            f"{file.name} is not TOML ({error})", code="hardware.catalogue-not-toml", fix="mend that line"
+        ) from None
+    for section, entries in data.items():
+        if section not in _KINDS:
+            raise HardwareError(
+                f"{file.name} has an unknown section {section!r}",
+                code="hardware.catalogue-unknown-section",
+                fix=nearest(section, _KINDS),
+            )
+        if not isinstance(entries, dict) or not all(isinstance(table, dict) for table in entries.values()):
+            raise HardwareError(
+                f"{file.name}: {section} is not a table of tables",
+                code="hardware.catalogue-not-tables",
+                fix=f"write [{section}.NAME]",
+            )
+    return data
+
+
+def _build(section: str, name: str, file: Path, table: dict[str, Any], built: dict[str, dict[str, Any]]) -> Any:
+    """Make the value of one table; unknown, missing and misplaced keys are refused."""
+    kind, where = _KINDS[section], f"{file.name}: {section}.{name}"
+    keys = {key: field for key, (field, _) in _UNITS.items()}
+    known = {part.name: part for part in fields(kind)}
+    shown = {next((key for key in keys if keys[key] == part), part) for part in known} - {"name"}
+    values: dict[str, Any] = {"name": name}
+    for key, given in table.items():
+        if key not in shown:
+            raise HardwareError(
+                f"{where} has an unknown key {key!r}", code="hardware.catalogue-unknown-key", fix=nearest(key, shown)
+            )
+        if section == "nodes" and key in _REFERENCES:
+            others = built[_REFERENCES[key]]
+            if given not in others:
+                raise HardwareError(
+                    f"{where} names an unknown {key} {given!r}",
+                    code="hardware.catalogue-unknown-reference",
+                    fix=nearest(str(given), others),
+                )
+            values[key] = others[given]
+        else:
+            values[keys.get(key, key)] = _value(where, key, given)
+    required = {part.name for part in known.values() if part.default is MISSING and part.default_factory is MISSING}
+    missing = sorted(key for key in shown if keys.get(key, key) in required - set(values))
+    if missing:
+        raise HardwareError(
+            f"{where} has no {missing[0]}", code="hardware.catalogue-key-missing", fix=f"write {', '.join(missing)}"
+        )
+    return kind(**values)
+
+
+def _value(where: str, key: str, given: Any) -> Any:
+    """Check one value by the form of its key and bring it to plain units."""
+    words, fits = _CATALOGUE_FORMS.get(key, _TEXT)
+    if not fits(given):
+        raise HardwareError(
+            f"{where}.{key} is {given!r}", code="hardware.catalogue-value-invalid", fix=f"write {words}"
+        )
+    field, unit = _UNITS.get(key, (key, 1))
+    if isinstance(given, dict):
+        return {dtype: rate * unit for dtype, rate in given.items()}
+    if isinstance(given, list):
+        return tuple(given)
+    if key not in _UNITS:
+        return given
+    return int(given * unit) if field.endswith("bytes") else given * unit
+
+
+def _refuse_double_names(entries: Iterable[Device | NodeType]) -> None:
+    owners: dict[str, str] = {}
+    for entry in entries:
+        for name in (entry.name, *entry.aliases):
+            owner = owners.setdefault(_plain(name), entry.name)
+            if owner != entry.name:
+                raise HardwareError(
+                    f"both {owner} and {entry.name} are called {name!r}",
+                    code="hardware.catalogue-name-repeated",
+                    fix="rename one of them",
+                )
+
+
+def _plain(name: str) -> str:
+    """Return a name as it is compared: any case, blanks and underscores as dashes."""
+    return name.strip().lower().replace(" ", "-").replace("_", "-")
+
+
+def _kinship(device: Device, gpu: Gpu) -> tuple[bool, bool, float]:
+    """Sort relatives: same capability, then same generation, then nearest memory."""
+    same = device.capability == gpu.compute_capability
+    generation = device.capability[:1] == gpu.compute_capability[:1]
+    return (not same, not generation, abs(device.memory_bytes - gpu.memory_bytes))

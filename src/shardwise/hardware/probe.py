@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from shardwise.environment import visible_cuda_devices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
@@ -124,3 +126,68 @@ def _describe(index: int, handle: Any) -> Gpu:
         memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
         compute_capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
     )
+
+
+# How much host memory this process may still take: the kernel's estimate, and its cgroup's limit.
+
+
+_PAIRS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+"""Limit and use, in cgroup v2 and v1."""
+
+
+def available_memory(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return bytes that can be allocated before something is swapped out or killed."""
+    match = re.search(r"^MemAvailable:\s+(\d+) kB$", _read_limit(Path("/proc/meminfo")), re.MULTILINE)
+    free = [int(match[1]) * 1024] if match else []
+    for line in _read_limit(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        for base in (root, root / "memory"):
+            if controllers in {"", "memory"}:
+                free += [room for folder in _upward(base, path) for room in _room(folder)]
+    return min(free, default=1 << 62)
+
+
+def _upward(base: Path, path: str) -> list[Path]:
+    """Return the folder of a group and of all above it, whose limits hold too."""
+    folder = base / path.lstrip("/")
+    return [folder, *(parent for parent in folder.parents if parent.is_relative_to(base))]
+
+
+def _room(folder: Path) -> list[int]:
+    """Return what is left below the limit in one folder, if it has one."""
+    pairs = [(_read_limit(folder / limit).strip(), _read_limit(folder / used).strip()) for limit, used in _PAIRS]
+    return [int(limit) - int(used) for limit, used in pairs if limit.isdigit() and used.isdigit()]
+
+
+def _read_limit(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+# How often the kernel has killed a process of this cgroup because memory ran out.
+
+
+def oom_kills() -> int | None:
+    """Return the kernel's count for the cgroup of this process (v2 or v1), None where it keeps none."""
+    for path in _counters(Path("/proc/self/cgroup").read_text() if Path("/proc/self/cgroup").exists() else ""):
+        try:
+            match = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
+        except OSError:
+            continue
+        if match is not None:
+            return int(match[1])
+    return None
+
+
+def _counters(memberships: str) -> list[Path]:
+    """Where the count may be: lines are ID:CONTROLLERS:PATH, the controllers empty in v2."""
+    root, found = Path("/sys/fs/cgroup"), []
+    for line in memberships.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            found += [root / path.lstrip("/") / "memory.events", root / "unified" / path.lstrip("/") / "memory.events"]
+        elif "memory" in controllers.split(","):
+            found.append(root / "memory" / path.lstrip("/") / "memory.oom_control")
+    return found

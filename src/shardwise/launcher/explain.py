@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import socket
+import time
+from dataclasses import replace
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from shardwise.errors import with_code
 from shardwise.launcher.policy import RankExit, root_cause
-from shardwise.runs.disk import describe_kept
-from shardwise.runs.exitcodes import describe_exit
-from shardwise.runs.known_errors import DISK_FULL, translate
+from shardwise.runs.call_reader import describe_mismatch, read_last_calls
+from shardwise.runs.console import describe_exit
+from shardwise.runs.directory import describe_kept, write_error
+from shardwise.runs.failure import DISK_FULL, PEER_LOST, Failure, translate
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Container, Sequence
+    from pathlib import Path
 
     from shardwise.launcher.local.supervise import Outcome
     from shardwise.runs import RunDirectory
+    from shardwise.runs.call_reader import LastCalls
+
 
 _MOST_LETTERS = 200
 """Of a message in the last line: the whole is in the traceback above."""
@@ -93,3 +101,104 @@ def _evidence(cause: RankExit, run: RunDirectory, *, is_shown: bool) -> str:
         return ""
     where = str(log) if log.exists() else "its standard error"  # the log of another node
     return "\n".join([f"{_name(cause)}, end of {where}:", *cause.log])
+
+
+# What ranks that failed leave behind beside their exceptions: the end of their logs, and their last collectives.
+
+
+_LOG_LINES = 20
+_SIZES_DIFFER = re.compile(r"Received data size doesn't match expected size|gloo::EnforceNotMet|op\.preamble")
+"""What gloo prints of a message that is longer than the buffer of the collective that receives it."""
+
+
+def gather_evidence(exits: Sequence[RankExit], run: RunDirectory) -> tuple[RankExit, ...]:
+    """Return the exits with logs and last collectives, if any rank ended badly; to be called once all have ended.
+
+    Ranks that were stopped count too: the one that failed may be on another node.
+    """
+    if all(exit_.returncode == 0 for exit_ in exits):
+        return tuple(exits)
+    return tuple(replace(exit_, log=end_of_log(exit_, run), calls=_last_calls(exit_, run)) for exit_ in exits)
+
+
+def end_of_log(exit_: RankExit, run: RunDirectory) -> tuple[str, ...]:
+    """Return the last lines of a failed rank's standard error, for one that could not write its failure down."""
+    log = run.stderr(exit_.rank)
+    if exit_.failure is not None or not exit_.failed or not log.exists():
+        return ()
+    return tuple(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+
+
+def _last_calls(exit_: RankExit, run: RunDirectory) -> LastCalls | None:
+    if exit_.failure is not None:
+        return read_last_calls(run, exit_.rank, exit_.failure.traceback)
+    return read_last_calls(run, exit_.rank, None if exit_.returncode == -signal.SIGABRT else "")
+
+
+def find_mismatch(exits: Sequence[RankExit]) -> str:
+    """Name the collectives that did not match; empty unless gloo ended a rank because sizes differ.
+
+    Any other abort leaves peers in a collective that the rank did not reach, and that is then a consequence.
+    """
+    if not any(_has_seen_sizes_differ(exit_) for exit_ in exits):
+        return ""
+    return describe_mismatch({exit_.rank: exit_.calls for exit_ in exits if exit_.calls is not None})
+
+
+def _has_seen_sizes_differ(exit_: RankExit) -> bool:
+    said = (exit_.failure.message,) if exit_.failure is not None else exit_.log
+    return exit_.failed and _SIZES_DIFFER.search("\n".join(said)) is not None
+
+
+# What a rank that is a fresh process said last: its uncaught exception, read from its standard error.
+
+
+UNCAUGHT = (1, 120)
+"""Python's exit codes after an uncaught exception, and after buffers that could not be flushed at its end."""
+_MOST_BYTES = 1 << 16
+_PEER_ERRORS = ("RuntimeError", "DistNetworkError", "DistStoreError", "DistBackendError", "ConnectionResetError")
+_TRACEBACK = "Traceback (most recent call last):\n"
+_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
+"""What torch puts before each line of a traceback once a process group is there."""
+_LAST = re.compile(r"^([A-Za-z_][\w.]*)(?:: |$)(.*)\Z", re.DOTALL | re.MULTILINE)
+"""From the line that is not indented, which names the exception, to the end."""
+
+
+def last_words(log: Path, rank: int) -> Failure | None:
+    """Return the uncaught exception at the end of a rank's standard error, None when there is no traceback."""
+    try:
+        text = log.read_bytes()[-_MOST_BYTES:].decode(errors="replace")
+    except FileNotFoundError:  # it kept the terminal
+        return None
+    _, found, traceback = _PREFIX.sub("", text).rpartition(_TRACEBACK)
+    match = _LAST.search(traceback) if found else None
+    if match is None:
+        return None
+    kind, message = match[1].rpartition(".")[2], match[2].strip()
+    return Failure(
+        rank=rank,
+        host=socket.gethostname(),
+        at=time.time(),
+        kind=kind,
+        message=message,
+        traceback=found + traceback,
+        exit_code=UNCAUGHT[0],
+        peer_lost=kind in _PEER_ERRORS and PEER_LOST.search(message) is not None,
+    )
+
+
+def unwritable(run: RunDirectory, rank: int, returncode: int) -> Failure | None:
+    """Return the failure of a rank that left none since nothing can be written there; None where something can."""
+    error = write_error(run.path)
+    if error is None:
+        return None
+    return Failure(
+        rank=rank,
+        host=socket.gethostname(),
+        at=time.time(),
+        kind="OSError",
+        message=f"{error.strerror}: nothing can be written to {run.path}, not even the traceback of this rank",
+        traceback="",
+        exit_code=returncode,
+        peer_lost=False,
+    )

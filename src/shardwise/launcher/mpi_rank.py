@@ -11,7 +11,7 @@ from pathlib import Path
 import cloudpickle
 
 from shardwise.environment import identify
-from shardwise.launcher.local.fork import leave_result
+from shardwise.launcher.local.function import leave_result
 
 
 def main(folder: Path) -> None:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.environment import base_environment
 from shardwise.errors import LaunchError, RankFailedError
-from shardwise.launcher.local.fork import dump_stacks, take_results
+from shardwise.launcher.local.function import dump_stacks, take_results
 from shardwise.launcher.local.processes import start_program
 from shardwise.launcher.local.supervise import Outcome, supervise
 from shardwise.launcher.local.target import Module
 from shardwise.launcher.policy import RankExit
-from shardwise.runs.exitcodes import describe_exit
+from shardwise.runs.console import describe_exit
 from shardwise.runs.failure import read_failure
 
 if TYPE_CHECKING:

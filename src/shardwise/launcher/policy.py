@@ -6,9 +6,9 @@ import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.runs.exitcodes import BAD_INPUT, PREEMPTED
+from shardwise.runs.call_reader import LastCalls  # noqa: TC001 - read at run time by msgspec
+from shardwise.runs.console import BAD_INPUT, PREEMPTED
 from shardwise.runs.failure import Failure  # noqa: TC001 - read at run time by msgspec
-from shardwise.runs.last_calls import LastCalls  # noqa: TC001 - read at run time by msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -43,10 +43,10 @@ def predict(run: RunDirectory) -> Predicted:
     """Load the job and the plan of a run and predict its memory; imports torch and the user's file."""
     if not run.job.exists() or not run.plan.exists():
         return Predicted(why_not="only a described job can be predicted")
-    from shardwise.bench.predict import predict_step
+    from shardwise.bench.step_findings import predict_step
     from shardwise.environment import cache_directory
     from shardwise.job.load import JobReference, load_job
-    from shardwise.planner.trace.described import described
+    from shardwise.planner.trace.trace import described
     from shardwise.plans.toml import read_plan
 
     try:

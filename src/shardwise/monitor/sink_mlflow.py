@@ -14,9 +14,8 @@ from shardwise.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from shardwise.monitor.sink_about import About
-    from shardwise.monitor.sink_feed import Point
-    from shardwise.monitor.status import Entry
+    from shardwise.monitor.ranks import Entry
+    from shardwise.monitor.sink_feed import About, Point
 
 _MOST = 1000
 """Metrics in one request, and at most 100 parameters: MLflow's limits."""

@@ -14,14 +14,13 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from shardwise.monitor.sink_about import as_markdown
+from shardwise.monitor.sink_feed import as_markdown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from shardwise.monitor.sink_about import About
-    from shardwise.monitor.sink_feed import Point
-    from shardwise.monitor.status import Entry
+    from shardwise.monitor.ranks import Entry
+    from shardwise.monitor.sink_feed import About, Point
 
 
 class TensorboardSink:

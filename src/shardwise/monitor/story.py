@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from shardwise.monitor.status import Entry
-from shardwise.monitor.words import time_words
+from shardwise.monitor.ranks import Entry, time_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

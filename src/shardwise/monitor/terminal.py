@@ -6,6 +6,8 @@ import contextlib
 import io
 import sys
 import time
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
@@ -14,18 +16,18 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.monitor.drawing import bounds, draw_curve
-from shardwise.monitor.folded import fold_ranks
-from shardwise.monitor.words import byte_words, count_words, number_words, time_words
-from shardwise.runs.rank_words import rank_spans
+from shardwise.monitor.ranks import byte_words, count_words, number_words, time_words
+from shardwise.runs.console import rank_spans
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import RenderableType
 
-    from shardwise.monitor.folded import Alike
-    from shardwise.monitor.status import Entry, RunStatus
-    from shardwise.monitor.thin import Curve
+    from shardwise.monitor.ranks import Entry, RankStatus, RunStatus
+    from shardwise.monitor.training import Curve, Row
     from shardwise.monitor.view import RunView
+
 
 REFRESH_S = 0.5
 LATE_S = 1.0
@@ -202,3 +204,124 @@ def _entry(entry: Entry) -> Text:
     text = Text.assemble((f"{at} ", "dim"), (whose + entry.text, _MOODS.get(entry.mood, "")))
     text.no_wrap, text.overflow = True, "ellipsis"
     return text
+
+
+# A curve in the characters of a terminal: two by four dots in each, where it can show them.
+
+
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""Bits of a braille character by row and column."""
+
+
+def bounds(rows: Sequence[Row], *, from_zero: bool = False) -> tuple[float, float]:
+    """Return the lowest and the highest value of a curve; zero is one of them if asked."""
+    low = min((row[1] for row in rows if row[1] is not None), default=0.0)
+    high = max((row[2] for row in rows if row[2] is not None), default=0.0)
+    return (min(0.0, low), max(0.0, high)) if from_zero else (low, high)
+
+
+def draw_curve(
+    rows: Sequence[Row], width: int, height: int, low: float, high: float, *, braille: bool = True
+) -> list[str]:
+    """Return `height` lines of `width` characters that reach from `low` to `high`.
+
+    Each column is filled from its lowest value to its highest, so that a spike is seen.
+    """
+    across, down = (2 * width, 4 * height) if braille else (width, height)
+    scale = (down - 1) / (high - low) if high > low else 0.0
+    dots = [[False] * across for _ in range(down)]
+    before: tuple[int, int] | None = None
+    for x, column in enumerate(_columns(rows, across)):
+        if column is None:
+            continue
+        top, bottom = (down - 1 - round((value - low) * scale) for value in (column[1], column[0]))
+        reach = (top, bottom) if before is None else (min(top, before[1]), max(bottom, before[0]))
+        for y in range(reach[0], reach[1] + 1):  # a line, not steps in the air
+            dots[y][x] = True
+        before = (top, bottom)
+    return _braille(dots) if braille else ["".join("#" if dot else " " for dot in line) for line in dots]
+
+
+def _columns(rows: Sequence[Row], across: int) -> list[tuple[float, float] | None]:
+    """Return the lowest and the highest value in each column of dots; columns between two points are on their line."""
+    columns: list[tuple[float, float] | None] = [None] * across
+    if not rows:
+        return columns
+    first, last = rows[0][0], max(rows[-1][0], rows[0][0] + 1)
+    for step, low, high, _ in rows:
+        if low is None or high is None:
+            continue
+        x = (step - first) * (across - 1) // (last - first)
+        known = columns[x]
+        columns[x] = (low, high) if known is None else (min(low, known[0]), max(high, known[1]))
+    known_at = [x for x, column in enumerate(columns) if column is not None]
+    for left, right in pairwise(known_at):
+        start, end = sum(columns[left] or ()) / 2, sum(columns[right] or ()) / 2
+        for x in range(left + 1, right):
+            between = start + (end - start) * (x - left) / (right - left)
+            columns[x] = (between, between)
+    return columns
+
+
+def _braille(dots: Sequence[Sequence[bool]]) -> list[str]:
+    lines = []
+    for top in range(0, len(dots), 4):
+        bits = (
+            sum(_DOTS[y][x] for y in range(4) for x in range(2) if dots[top + y][left + x])
+            for left in range(0, len(dots[0]), 2)
+        )
+        lines.append("".join(chr(0x2800 + number) if number else " " for number in bits))
+    return lines
+
+
+# Many ranks in few rows: those that do the same are one, and what is unlike the others stands first.
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Ranks that share state, phase and step."""
+
+    ranks: tuple[int, ...]
+    worst: RankStatus
+    """The one that is furthest behind."""
+    host: str
+    device: str
+    memory_bytes: float | None
+    """Of the one that needs most."""
+    words: str = ""
+    """In place of ranks, for rows that did not fit."""
+
+
+def fold_ranks(ranks: Sequence[RankStatus], room: int) -> list[Alike]:
+    """Return at most `room` rows: one a rank in their order if they fit, else those alike together, the worst first."""
+    if len(ranks) <= room:
+        return [_together([rank]) for rank in ranks]
+    groups: dict[tuple[object, ...], list[RankStatus]] = {}
+    for rank in ranks:
+        groups.setdefault((rank.state, rank.words, rank.phase, rank.step), []).append(rank)
+    rows = sorted((_together(group) for group in groups.values()), key=_badness, reverse=True)
+    if len(rows) <= room:
+        return rows
+    rest = rows[room - 1 :]
+    left_out = sum(len(row.ranks) for row in rest)
+    return [*rows[: room - 1], Alike((), rest[0].worst, "", "", None, words=f"{left_out} more")]
+
+
+def _badness(row: Alike) -> tuple[bool, int, float, int]:
+    """Ends before lags, lags by steps and then by time; of equal ones the smaller group."""
+    worst = row.worst
+    has_failed = worst.state in {"failed", "gone"}
+    return has_failed, worst.lag_steps or 0, worst.lag_s or 0.0, -len(row.ranks)
+
+
+def _together(group: Sequence[RankStatus]) -> Alike:
+    hosts = sorted({rank.host for rank in group})
+    devices = sorted({rank.device for rank in group})
+    memory = [rank.memory_bytes for rank in group if rank.memory_bytes is not None]
+    return Alike(
+        ranks=tuple(rank.rank for rank in group),
+        worst=max(group, key=lambda rank: (rank.lag_steps or 0, rank.lag_s or 0.0, -rank.rank)),
+        host=hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts",
+        device=devices[0] if len(devices) == 1 else f"{len(group)} devices",
+        memory_bytes=max(memory, default=None),
+    )

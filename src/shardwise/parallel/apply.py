@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch.distributed.fsdp import FSDPModule
@@ -9,27 +10,32 @@ from torch.nn import ModuleList
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.errors import JobError
-from shardwise.parallel.batch_norm import batch_norms, foreign_batch_norms, replace_batch_norms
-from shardwise.parallel.blocks import find_blocks
+from shardwise.parallel.batch_norm import (
+    batch_norms,
+    foreign_batch_norms,
+    guard_narrow_convolutions,
+    replace_batch_norms,
+)
 from shardwise.parallel.context import compile_afresh, context_parallel
 from shardwise.parallel.fused_loss import fuse_head
 from shardwise.parallel.gradsync import GradSync, NoSync, ReplicaSync, ShardSync, SummedSync
-from shardwise.parallel.narrow_convolution import guard_narrow_convolutions
 from shardwise.parallel.parameter_rules import attributes_of, restore_attributes
-from shardwise.parallel.recompute import recompute_block
-from shardwise.parallel.reduced_list import ReducedList
+from shardwise.parallel.recompute import find_blocks, recompute_block
 from shardwise.parallel.replicated import replicate
-from shardwise.parallel.sharded import check_sharded, set_prefetch, shard_unit, unshardable
+from shardwise.parallel.sharded import ReducedList, check_sharded, set_prefetch, shard_unit, unshardable
 from shardwise.parallel.support import uses_ddp
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.parallel.unit_order import keep_unit_order
 from shardwise.parallel.weights import fill_buffers, fill_parameters
 
 if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
+    from shardwise.layout import Coordinate, Layout
     from shardwise.parallel.blueprint import Blueprint
-    from shardwise.parallel.place import Place
     from shardwise.plans import Plan
 
 
@@ -209,3 +215,36 @@ def parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the user's own module under any strategy; where parameters are cut they stay so (see full_state_dict)."""
     return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+# Where a module is made parallel: this rank's device, its place in the layout, and the groups it talks to.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One rank's place: what transforms need to know of the world, as arguments."""
+
+    device: torch.device
+    layout: Layout
+    """How parameters are held: without a cp axis, whose peers count as shards (`Layout.folded`)."""
+    rank: int
+    mesh: DeviceMesh | None
+    """Axes of degree over 1, by their names in the layout; None for a world of one."""
+    readers: dist.ProcessGroup | None
+    """The ranks that hold the same piece of the model and read other samples, or other tokens of them; None for one."""
+    host_readers: dist.ProcessGroup | None = None
+    """The ranks of `readers`, for small values of the host."""
+    context: dist.ProcessGroup | None = None
+    """The ranks that share the sequences of one reader, in the order of their slices; None where nothing is cut."""
+
+    @property
+    def coordinate(self) -> Coordinate:
+        """Where this rank stands on every axis."""
+        return self.layout.coordinate(self.rank)
+
+    def axis(self, *names: str) -> DeviceMesh | None:
+        """Return the sub-mesh of those axes that are cut at all; None when none is."""
+        cut = tuple(name for name in names if getattr(self.layout, name) > 1)
+        if not cut or self.mesh is None:
+            return None
+        return self.mesh[cut]

@@ -14,11 +14,9 @@ from shardwise.errors import JobError, some_of
 from shardwise.hardware import available_memory
 from shardwise.job.engine import is_mlx
 from shardwise.job.generators import seed_generators
-from shardwise.parallel.blocks import find_blocks
-from shardwise.parallel.module_state import differing_values, generator_states, second_references
-from shardwise.parallel.skeleton import Skeleton, skeleton
-from shardwise.parallel.weight_files import open_weights
-from shardwise.parallel.weights import BuiltWeights, DrawnWeights, FileWeights, StreamedWeights
+from shardwise.parallel.recompute import find_blocks
+from shardwise.parallel.skeleton import Skeleton, differing_values, generator_states, second_references, skeleton
+from shardwise.parallel.weights import BuiltWeights, DrawnWeights, FileWeights, StreamedWeights, open_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

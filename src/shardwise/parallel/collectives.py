@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 def gather_flat(everyone: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
@@ -72,3 +72,25 @@ def own_part(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     longest = -(-x.shape[dim] // size)
     first = min(x.shape[dim], rank * longest)
     return x.narrow(dim, first, min(longest, x.shape[dim] - first)).contiguous()
+
+
+# Buckets: many small tensors in few collectives.
+
+
+BUCKET_BYTES = 25 << 20
+"""DDP's own size: large enough for bandwidth, small enough that the copy beside it does not matter."""
+
+
+def in_buckets(tensors: Iterable[Tensor], most_bytes: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
+    """Yield runs of tensors of one dtype that together stay below `most_bytes`; a larger one stands alone."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if bucket and (tensor.dtype != bucket[0].dtype or size + num_bytes > most_bytes):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += num_bytes
+    if bucket:
+        yield bucket

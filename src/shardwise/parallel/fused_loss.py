@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import JobError
-from shardwise.parallel.adapters import has_adapter
 from shardwise.parallel.linear_cross_entropy import Slice, linear_cross_entropy
+from shardwise.parallel.lora import has_adapter
 from shardwise.parallel.stages import Stage
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwise.planner.model.fused import chunk_rows
+from shardwise.planner.model.forms import chunk_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

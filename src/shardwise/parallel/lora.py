@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shardwise.errors import JobError, some_of
-from shardwise.job.lora import UP, is_adapter
-from shardwise.job.peft_config import PREFIX, WEIGHTS, read_config
-from shardwise.parallel.adapters import add_adapters
+from shardwise.job import Lora
+from shardwise.job.lora import DOWN, PREFIX, UP, WEIGHTS, is_adapter, read_config
 from shardwise.parallel.blueprint import Blueprint, find_units
 from shardwise.parallel.skeleton import Write
-from shardwise.parallel.weight_files import open_weights
-from shardwise.parallel.weights import DrawnWeights
+from shardwise.parallel.tensor_rules import is_plain_linear, is_transposed
+from shardwise.parallel.weights import DrawnWeights, open_weights
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
+    from collections.abc import Iterator
 
-    from shardwise.job import Lora
     from shardwise.parallel.skeleton import Recipe
     from shardwise.parallel.weights import Weights
 
@@ -109,3 +111,106 @@ def _recipe(name: str, parameter: nn.Parameter) -> Recipe:
         return (Write("zero_", ()),)
     bound = parameter.shape[1] ** -0.5
     return (Write("uniform_", (-bound, bound)),)
+
+
+# Adapters: two small linear modules inside the one they stand beside, and how a model gets them.
+#
+# An adapter is `NAME.lora_A` and `NAME.lora_B`. The names of all other weights stay as they are, so that files and
+# tensor rules fit, and every transform sees plain modules.
+
+
+def add_adapters(module: nn.Module, lora: Lora) -> None:
+    """Freeze `module` and put an adapter of no values, on meta, beside every linear module that `lora` names.
+
+    Adapters are in fp32, of a model in fp64 in that. A target that names nothing is refused, and so is a module whose
+    forward is not just a product.
+    """
+    linears = {
+        name: child for name, child in module.named_modules() if isinstance(child, nn.Linear) or is_transposed(child)
+    }
+    chosen = lora.choose(linears)
+    for name in chosen:
+        _check_target(module, name)
+    dtype = _trained_dtype(module)
+    module.requires_grad_(requires_grad=False)
+    for name in chosen:
+        _add_adapter(linears[name], lora, dtype)
+
+
+def has_adapter(module: nn.Module) -> bool:
+    """Whether an adapter stands beside this module."""
+    return isinstance(module.__dict__.get("lora"), Lora)
+
+
+def adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (name, module) of every module with an adapter."""
+    return ((name, child) for name, child in module.named_modules() if has_adapter(child))
+
+
+def adapter_output(module: Any, x: Tensor) -> Tensor:
+    """Return what the adapter beside `module` adds to its output for input `x`."""
+    output: Tensor = module.lora_B(module.lora_A(module.lora_dropout(x))) * module.lora.scale
+    return output
+
+
+def _check_target(module: nn.Module, name: str) -> None:
+    """Refuse a linear module that others use without calling it, or that does more than a product."""
+    child = module.get_submodule(name)
+    above = module.get_submodule(name.rpartition(".")[0])
+    if isinstance(child, NonDynamicallyQuantizableLinear) or isinstance(above, nn.TransformerEncoderLayer):
+        raise JobError(
+            f"Lora targets name {name}, whose weight {type(above).__name__} uses without calling the module",
+            code="job.lora-target-not-called",
+            fix="leave it out of the targets",
+        )
+    if not is_plain_linear(child):
+        raise JobError(
+            f"Lora targets name {name}, a {type(child).__name__} with a forward of its own",
+            code="job.lora-target-not-linear",
+            fix="name plain Linear modules only",
+        )
+    twin = next((other for other, part in module.named_modules() if part is not child and _holds(part, child)), None)
+    if twin is not None:
+        raise JobError(
+            f"Lora targets name {name}, whose weight is also that of {twin}, where an adapter would count for one only",
+            code="job.lora-target-tied",
+            fix="untie them (tie_head=False, tie_word_embeddings=False), or leave it out of the targets",
+        )
+    if has_adapter(child):
+        raise JobError(
+            f"{name} has an adapter already",
+            code="job.lora-target-adapted",
+            fix="let Job.model return the model without adapters",
+        )
+    if not child.weight.is_floating_point():  # type: ignore[operator]
+        raise JobError(
+            f"Lora targets name {name}, whose weight is {child.weight.dtype}",
+            code="job.lora-target-quantized",
+            fix="use an unquantised model",
+        )
+
+
+def _holds(part: nn.Module, child: nn.Module) -> bool:
+    return any(parameter is child.weight for parameter in part.parameters(recurse=False))
+
+
+def _trained_dtype(module: nn.Module) -> torch.dtype:
+    """Return fp64 for a model in fp64, else fp32: what is trained is never held in less."""
+    dtypes = {parameter.dtype for parameter in module.parameters()}
+    return torch.float64 if dtypes == {torch.float64} else torch.float32
+
+
+def _add_adapter(module: Any, lora: Lora, dtype: torch.dtype) -> None:
+    inputs, outputs = module.weight.shape if is_transposed(module) else reversed(module.weight.shape)
+    module.add_module(DOWN, nn.Linear(inputs, lora.rank, bias=False, device="meta", dtype=dtype))
+    module.add_module(UP, nn.Linear(lora.rank, outputs, bias=False, device="meta", dtype=dtype))
+    module.add_module("lora_dropout", nn.Dropout(lora.dropout) if lora.dropout else nn.Identity())
+    module.lora = lora
+    module.train(module.training)
+    # A method of the module itself, and so also of copies of it: a pipeline copies models for its stages.
+    module.forward = MethodType(_adapted_forward, module)
+
+
+def _adapted_forward(self: Any, x: Tensor) -> Tensor:
+    output: Tensor = type(self).forward(self, x)
+    return output + adapter_output(self, x)

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardwise.parallel.buckets import in_buckets
-from shardwise.parallel.collectives import gather_flat
+from shardwise.parallel.collectives import gather_flat, in_buckets
 from shardwise.parallel.gradsync import local
 from shardwise.parallel.optimizer_rules import check_optimizer, check_sharded_updates
 from shardwise.parallel.parameter_rules import copy_attributes

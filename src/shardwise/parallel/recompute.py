@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise.parallel.batch_norm import batch_norms
@@ -15,9 +17,8 @@ from shardwise.parallel.keyed_masks import BlockMasks
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from torch import nn
-
     from shardwise.parallel.batch_norm import BatchNorm
+
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -80,3 +81,40 @@ def _without_tracking(norms: Iterable[BatchNorm]) -> Iterator[None]:
             norm.tracks = True
         for buffer, before in kept:
             buffer.data.copy_(before)  # by .data: backward, which has seen it, must not think it changed
+
+
+# The repeated blocks of a model: what is recomputed, compiled and sharded as one unit.
+
+
+_LISTS = (nn.ModuleList, nn.Sequential)
+
+
+def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost repeated blocks by name, in the order of the module; a model may have none.
+
+    A block is an entry of a ModuleList, or one of several of a class in a Sequential, that has parameters and
+    parts of its own: a single Linear is too small to be worth a collective. A module without a forward (a ModuleDict)
+    only holds parts that others call: the blocks are in it.
+    """
+    blocks: dict[str, nn.Module] = {}
+    _collect(module, "", blocks)
+    return blocks
+
+
+def _collect(module: nn.Module, prefix: str, blocks: dict[str, nn.Module]) -> None:
+    kinds = Counter(type(child) for child in module.children())
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        repeats = isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and kinds[type(child)] > 1)
+        if repeats and _is_block(child):
+            blocks.setdefault(path, child)
+        else:
+            _collect(child, f"{path}.", blocks)
+
+
+def _is_block(module: nn.Module) -> bool:
+    has_parts = next(module.children(), None) is not None
+    # A Linear with an adapter has parts, and is as small as without.
+    is_called = getattr(type(module), "forward", nn.Module.forward) is not nn.Module.forward
+    is_small = isinstance(module, (*_LISTS, nn.Linear))
+    return has_parts and is_called and not is_small and next(module.parameters(), None) is not None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from shardwise.errors import JobError
-from shardwise.parallel.module_state import attribute_values
+from shardwise.parallel.skeleton import attribute_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.errors import JobError, nearest
-from shardwise.parallel.parcel import Structure, pack, receive
-from shardwise.parallel.stage_gate import Gate, Left, guard_walks, stand_in
-from shardwise.parallel.stage_ties import Ties, find_ties
+from shardwise.parallel.stage_gate import Gate, Left, Structure, Ties, find_ties, guard_walks, pack, receive, stand_in
 from shardwise.parallel.stage_values import StageValues
 
 if TYPE_CHECKING:

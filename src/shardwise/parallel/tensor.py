@@ -17,10 +17,10 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from shardwise.errors import JobError, PlanError
-from shardwise.parallel.adapters import adapter_output, has_adapter
 from shardwise.parallel.collectives import all_gathered, all_reduced, own_part, sum_scattered
 from shardwise.parallel.keyed_masks import CutRegion, cut_region
-from shardwise.parallel.tensor_random import CutRandom, draws_masks
+from shardwise.parallel.lora import adapter_output, has_adapter
+from shardwise.parallel.tensor_gradients import CutRandom, draws_masks, lend_parameters
 from shardwise.parallel.tensor_rules import (
     CUT_FACTORS,
     block_patterns,
@@ -32,7 +32,6 @@ from shardwise.parallel.tensor_rules import (
     styles_by_name,
     within,
 )
-from shardwise.parallel.torch_layers import lend_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

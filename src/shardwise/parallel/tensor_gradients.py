@@ -9,19 +9,22 @@ which is which, whatever the model and whoever wrote its rules.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.dropout import _DropoutNd
 
 from shardwise.errors import JobError, some_of
 from shardwise.parallel.gradsync import local
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 _CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Relative difference that another order of summation explains; partial gradients differ by themselves."""
@@ -91,3 +94,89 @@ def _summary(gradient: Tensor) -> Tensor:
     signs = 1.0 - 2.0 * (torch.arange(len(flat), device=flat.device) % 2)
     root = max(1, len(flat)) ** 0.5  # so that a sum is at most the norm, in whose units differences are measured
     return torch.stack([flat.norm(), flat.sum() / root, (flat * signs).sum() / root])
+
+
+# Random masks under tensor parallelism: different where activations are cut over ranks, equal elsewhere.
+
+
+class CutRandom:
+    """Gives each rank of a tensor-parallel mesh random numbers of its own between `enter` and `leave`.
+
+    Outside, the default generators run on as if nothing had been drawn inside but one seed, equal on all ranks as
+    long as their CPU generators are. Nothing is kept from one region to the next: a recomputed one draws the same.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._index = mesh.get_local_rank()
+        self._on_gpu = mesh.device_type == "cuda"
+        self._outside: list[Tensor] | None = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def enter(self) -> None:
+        """Seed this rank's own numbers; nothing happens inside already."""
+        if self._outside is not None:
+            return
+        seed = int(torch.randint(2**62, ()).item()) + 1 + self._index
+        self._outside = [generator.get_state() for generator in self._generators()]
+        for generator in self._generators():
+            generator.manual_seed(seed)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def leave(self) -> None:
+        """Go on with the numbers from before `enter`; nothing happens outside already."""
+        if self._outside is None:
+            return
+        for generator, state in zip(self._generators(), self._outside, strict=True):
+            generator.set_state(state)
+        self._outside = None
+
+    def _generators(self) -> Iterator[torch.Generator]:
+        yield torch.default_generator
+        if self._on_gpu:
+            yield torch.cuda.default_generators[torch.cuda.current_device()]
+
+
+def draws_masks(module: nn.Module) -> bool:
+    """Whether a module drops anything at random: a Dropout, or a config attribute named after one, above 0."""
+    for child in module.modules():
+        if isinstance(child, _DropoutNd) and child.p > 0:
+            return True
+        for holder in (child, getattr(child, "config", None)):
+            named = vars(holder) if hasattr(holder, "__dict__") else {}
+            if any(_is_rate(value) for name, value in named.items() if "dropout" in name or "pdrop" in name):
+                return True
+    return False
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+# torch's own transformer layers under tensor parallelism: they read the parameters of modules inside them.
+
+
+def lend_parameters(module: nn.Module, plain: Callable[[Tensor | None], Tensor | None]) -> None:
+    """Let torch's attention layers in `module` find plain parameters in their projection, made by `plain` at each call.
+
+    Encoder layers lose their fused inference kernel, which reads the parameters of all modules inside.
+    """
+    for child in module.modules():
+        if isinstance(child, nn.TransformerEncoderLayer):
+            child.activation_relu_or_gelu = 0  # what the layer takes for "neither", and so for "not fused"
+        if isinstance(child, nn.MultiheadAttention):
+            child.forward = _with_plain(child.out_proj, child.forward, plain)  # type: ignore[method-assign]
+
+
+def _with_plain(
+    projection: nn.Module, inner: Callable[..., Any], plain: Callable[[Tensor | None], Tensor | None]
+) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        own = dict(projection._parameters)  # noqa: SLF001 - what the attention reads as out_proj.weight
+        for kind, parameter in own.items():
+            projection._parameters[kind] = plain(parameter)  # type: ignore[assignment]  # noqa: SLF001
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            projection._parameters.update(own)  # noqa: SLF001
+
+    return forward

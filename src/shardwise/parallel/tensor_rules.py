@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from shardwise.errors import JobError, PlanError, nearest
+from shardwise.job.job import as_rules
 from shardwise.job.lora import DOWN, UP
-from shardwise.job.rules_file import as_rules
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

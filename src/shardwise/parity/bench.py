@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from shardwise.errors import InputError, TrainingError
-from shardwise.launcher.local.fork import run_forked
+from shardwise.launcher.local.function import run_forked
 from shardwise.parity.capture import Traced, trace
 from shardwise.parity.compare import Comparison, Limits, compare, strict_limits
 from shardwise.parity.masks import judge_masks, watch_masks
 from shardwise.parity.noise import is_comparable, may_be_noise, measure_noise
 from shardwise.parity.plans import Exact, one_process
-from shardwise.parity.pulse import PauseLimit, StuckError, pause_limit, read_stuck
-from shardwise.parity.ranks import on_ranks
-from shardwise.parity.variants import Variant
+from shardwise.parity.ranks import PauseLimit, StuckError, on_ranks, pause_limit, read_stuck
+from shardwise.parity.reference import Variant
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,30 +6,28 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from shardwise.parity.compare import SMALL, relative_gaps
-from shardwise.parity.gradient_causes import (
+from shardwise.parity.causes import (
     depends_on_grouping,
     double_scaling,
+    local_buffers,
+    lost_use,
     mean_of_means,
     missing_all_reduce,
     no_gradient,
-    skipped_last,
-    skipped_micro_batch,
-    state_between_passes,
-    wrong_shard,
-    wrong_tied_shard,
-)
-from shardwise.parity.lives import relative
-from shardwise.parity.parameter_causes import (
-    local_buffers,
-    lost_use,
     repeated_bias,
     rounded_gradients,
     scaled_parameters,
+    skipped_last,
+    skipped_micro_batch,
+    state_between_passes,
     wrong_positions,
+    wrong_shard,
+    wrong_tied_shard,
 )
+from shardwise.parity.compare import SMALL, relative_gaps
+from shardwise.parity.evidence import misplaced_pieces
+from shardwise.parity.lives import relative
 from shardwise.parity.report import KEYED, Finding
-from shardwise.parity.shards import misplaced_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -20,16 +20,16 @@ import torch
 
 from shardwise.checkpoint import CheckpointFolder
 from shardwise.checkpoint.disk import TEMPORARY
-from shardwise.checkpoint.names import name_of, parse_name
+from shardwise.checkpoint.errors import name_of, parse_name
 from shardwise.data.rows import mark_rows, num_rows
 from shardwise.errors import InputError, TrainingError
 from shardwise.parallel.gather import full_values
-from shardwise.parity.double import true_double
+from shardwise.parity.capture import digest_rows
 from shardwise.parity.lives import Seen
 from shardwise.parity.prepare import prepare_job
-from shardwise.parity.values import digest_rows
+from shardwise.parity.reference import true_double
 from shardwise.runs import EventLog
-from shardwise.runs.timeline import Timeline
+from shardwise.runs.recorder import Timeline
 from shardwise.training.loop import run_loop
 from shardwise.training.saving import SavingSpec
 

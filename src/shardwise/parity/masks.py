@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from shardwise.errors import InputError
 from shardwise.parallel.apply import unwrap
+from shardwise.parity.capture import Print, fingerprint
 from shardwise.parity.prepare import Preparation, prepare_job
 from shardwise.parity.report import Finding
-from shardwise.parity.values import Print, fingerprint
 from shardwise.training.build import build_step
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 
 from shardwise.data.loaders import dataset_of
 from shardwise.errors import JobError
-from shardwise.launcher.local.fork import run_forked
+from shardwise.launcher.local.function import run_forked
 from shardwise.parallel.blueprint import structure
 from shardwise.parallel.propose_rules import Cut, merged, propose_cuts
 from shardwise.parity.bench import Bench
@@ -20,7 +20,7 @@ from shardwise.parity.prepare import STEPS, Preparation, prepare_job
 from shardwise.parity.ranks import preload
 from shardwise.parity.report import PlanVerdict, verdict_words
 from shardwise.parity.verify import judge
-from shardwise.runs.exitcodes import CHECK_FAILED, DONE
+from shardwise.runs.console import CHECK_FAILED, DONE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

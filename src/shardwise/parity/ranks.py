@@ -7,21 +7,28 @@ import importlib
 import os
 import sys
 import tempfile
+import threading
+import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 import torch
 
 from shardwise.bench.ranks import require_backend
 from shardwise.dist import local_world, world
-from shardwise.errors import InputError
-from shardwise.launcher.local.fork import run_forked
+from shardwise.errors import InputError, RankFailedError
+from shardwise.launcher.local.function import run_forked
 from shardwise.launcher.mpirun import run_by_mpirun
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
+    from types import FrameType
 
     from shardwise.dist import World
+    from shardwise.plans import Plan
+
 
 T = TypeVar("T")
 
@@ -94,3 +101,152 @@ def _write_to(path: Path) -> None:
             stream.flush()
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+
+
+# Progress of the ranks of one plan: a rank without any for long writes where it stands, and the plan ends.
+#
+# The limit comes from one process, whose longest pause between two moments of training was measured. Ranks share
+# the processors and wait for each other, but a pause ten times what that explains is a hang, not slowness.
+# Compilers and other engines pause where one process does not: while they build, and in the first step of each kind
+# (full, short, evaluation). There the limit is long. Afterwards a rank may pause twice as long as it did itself,
+# since to compile a graph again takes no longer than the first time.
+
+
+LEAST_S = 15.0
+"""A limit never ends a pause shorter than this: machines stand still for seconds."""
+_TIMES, _TIMES_OWN = 10, 2
+"""How many times longer than the longest pause of one process a pause may be, and than the longest of the rank."""
+_GRACE_S = 1.0
+"""From the first rank that is stuck to the end: the others write where they stand as well."""
+_EXIT_CODE = 70
+
+
+class Stuck(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a rank stood that made no progress."""
+
+    rank: int
+    place: str
+    """FILE:LINE and function of the innermost frame that is not torch's or Python's."""
+    inside: str
+    """Function of torch that this line called, a collective for example; empty when it called none."""
+    pause_s: float
+    """How long it had made no progress."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} is at {self.place}" + (f" in {self.inside}" if self.inside else "")
+
+
+class StuckError(RankFailedError):
+    """No rank made progress for longer than a limit that one process gave."""
+
+    stuck: tuple[Stuck, ...] = ()
+
+    @classmethod
+    def of(cls, stuck: tuple[Stuck, ...]) -> StuckError:
+        """Name the place of each rank."""
+        places = "; ".join(map(str, stuck))
+        longest_s = max(each.pause_s for each in stuck)
+        error = cls(f"no progress for {longest_s:.0f} s: {places}", code="verify.no-progress")
+        error.stuck = stuck
+        return error
+
+
+class PauseLimit(msgspec.Struct, frozen=True, kw_only=True):
+    """The longest pause that a rank of one plan may make."""
+
+    usual_s: float
+    first_s: float | None = None
+    """While the rank builds, and in its first step of each kind; None where those take no longer than others."""
+
+    def at(self, pulse: Pulse) -> float:
+        """Return the limit of the pause that a rank makes now."""
+        if self.first_s is None:
+            return self.usual_s
+        if pulse.is_first:
+            return self.first_s
+        return min(self.first_s, max(self.usual_s, _TIMES_OWN * pulse.longest_s))
+
+
+def pause_limit(plan: Plan, longest_s: float, timeout_s: float) -> PauseLimit:
+    """Return the limit for ranks of `plan`, where `longest_s` is the longest pause of one process."""
+    ranks_per_core = max(1.0, plan.layout.world_size / (os.cpu_count() or 1))
+    usual_s = min(timeout_s, max(LEAST_S, _TIMES * longest_s * ranks_per_core))
+    builds_more = plan.compile != "none" or plan.engine != "torch"
+    return PauseLimit(usual_s=usual_s, first_s=timeout_s if builds_more else None)
+
+
+class Pulse:
+    """Notes the moments at which this rank makes progress."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self.is_first = True
+        """Whether the rank still builds, or does something of a kind that it has not done before."""
+        self._kinds: set[int | str] = set()
+        self._last = time.monotonic()
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds since the last moment."""
+        return time.monotonic() - self._last
+
+    def beat(self) -> None:
+        """Note progress."""
+        self.longest_s = max(self.longest_s, self.pause_s)
+        self._last = time.monotonic()
+
+    def begin(self, kind: int | str) -> None:
+        """Note progress, and of which kind the work is that begins now."""
+        self.beat()
+        self.is_first = kind not in self._kinds
+        self._kinds.add(kind)
+
+    def end(self) -> None:
+        """Note progress, and that the work is done."""
+        self.beat()
+        self.is_first = False
+
+
+@contextmanager
+def watched(pulse: Pulse, limit: PauseLimit, rank: int, folder: Path) -> Iterator[None]:
+    """End this process when it makes no progress for longer than the limit, after it wrote where it stands."""
+    over = threading.Event()
+    main = threading.get_ident()
+
+    def watch() -> None:
+        while not over.wait(min(1.0, limit.usual_s / 10)):
+            pause_s = pulse.pause_s
+            if pause_s > limit.at(pulse):
+                frame = sys._current_frames()[main]  # noqa: SLF001 - Python's only way to another thread
+                stuck = _stand(rank, frame, pause_s)
+                (folder / f"stuck-{rank}.json").write_bytes(msgspec.json.encode(stuck))
+                time.sleep(_GRACE_S)
+                os._exit(_EXIT_CODE)
+
+    threading.Thread(target=watch, name="shardwise-pulse", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def read_stuck(folder: Path) -> tuple[Stuck, ...]:
+    """Return where the ranks stood that made no progress."""
+    files = sorted(folder.glob("stuck-*.json"))
+    return tuple(msgspec.json.decode(file.read_bytes(), type=Stuck) for file in files)
+
+
+def _stand(rank: int, frame: FrameType | None, pause_s: float) -> Stuck:
+    inside = ""
+    while frame is not None and _is_foreign(frame.f_code.co_filename):
+        if "/torch/" in frame.f_code.co_filename and not frame.f_code.co_name.startswith("_"):
+            inside = frame.f_code.co_name
+        frame = frame.f_back
+    if frame is None:
+        return Stuck(rank=rank, place="an unknown place", inside=inside, pause_s=pause_s)
+    place = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+    return Stuck(rank=rank, place=place, inside=inside, pause_s=pause_s)
+
+
+def _is_foreign(path: str) -> bool:
+    return "site-packages" in path or path.startswith((sys.base_prefix, "<"))

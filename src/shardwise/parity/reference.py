@@ -11,36 +11,38 @@ the step. LoRA adapters and weights that are initialized by parameter name or re
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from shardwise.data.collate import CountedCollate
-from shardwise.data.rows import move
+from shardwise.data.feed import MicroBatch, StepBatch
+from shardwise.data.rows import CountedCollate, map_rows, move, settle_marks
 from shardwise.job.generators import host_states, seed_generators
 from shardwise.job.schedules import check_schedule
-from shardwise.parallel.adapters import add_adapters
 from shardwise.parallel.keyed_masks import KeyedMasks, key_dropouts
+from shardwise.parallel.lora import add_adapters
 from shardwise.parallel.optimizer import Optimized
-from shardwise.parallel.probe import trainable_of
+from shardwise.parallel.parameter_rules import trainable_of
 from shardwise.parallel.weights import fill_parameters
 from shardwise.training.build import draw_up, make_feed
-from shardwise.training.fit import check_fit
-from shardwise.training.step.held import Held
-from shardwise.training.step.loss_check import LossCheck, refuse_uncounted
+from shardwise.training.preflight import check_fit
+from shardwise.training.step.first_step_checks import LossCheck, refuse_uncounted
+from shardwise.training.step.module_step import Held
 from shardwise.training.step.step import StepReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
     from torch import Tensor
     from torch.utils.data import Dataset
 
-    from shardwise.data.feed import MicroBatch, StepBatch
     from shardwise.dist import World
     from shardwise.job import Job, Metric
     from shardwise.parallel.blueprint import Blueprint
@@ -176,3 +178,111 @@ def _copy_values(model: nn.Module, specs: Iterable[tuple[str, Tensor]], weights:
         value = weights.value(name, spec, torch.device("cpu"), wanted=True)
         if value is not None:
             tensors[name].copy_(value)
+
+
+# Other ways for one process to compute the same: rows regrouped, reordered, weights moved by one rounding.
+
+
+class Variant(msgspec.Struct, frozen=True, kw_only=True):
+    """How one process differs from itself; at its defaults, not at all."""
+
+    readers: int = 1
+    accumulation: int = 1
+    """Group rows into the micro-batches that so many readers share: batch statistics are theirs."""
+    reverse: bool = False
+    """Add up in another order."""
+    nudge: bool = False
+    """Move every weight by up to one rounding error."""
+
+    @torch.no_grad()
+    def perturb(self, step: Any) -> None:
+        """Apply the nudge to the weights of a step."""
+        if not self.nudge:
+            return
+        generator = torch.Generator().manual_seed(1)
+        for value in step.held().values.values():
+            noise = torch.rand(value.shape, generator=generator, dtype=value.dtype) - 0.5
+            value.mul_(1 + 2 * torch.finfo(value.dtype).eps * noise)
+        step.optimized.refresh()
+
+
+def vary(batches: Iterable[StepBatch], variant: Variant) -> Iterator[StepBatch]:
+    """Yield each step with its rows grouped and ordered as `variant` says; steps come as one micro-batch."""
+    for step in batches:
+        (whole,) = step.micro_batches
+        groups = regroup(whole.rows, variant.readers, variant.accumulation)
+        orders = [order[::-1] if variant.reverse else order for order in groups if order]
+        yield StepBatch([_take(whole, order) for order in orders], step.denominator, step.samples, step.cursor)
+
+
+def regroup(rows: int, readers: int, accumulation: int) -> list[list[int]]:
+    """Return the rows of each micro-batch over all readers, as Slices deals them out."""
+    cells = readers * accumulation
+    spans = [range(cell * rows // cells, (cell + 1) * rows // cells) for cell in range(cells)]
+    return [
+        [row for reader in range(readers) for row in spans[reader * accumulation + number]]
+        for number in range(accumulation)
+    ]
+
+
+def _take(whole: MicroBatch, order: list[int]) -> MicroBatch:
+    index = torch.tensor(order)
+
+    marks = settle_marks(whole.marks, whole.batch, whole.filled)
+    places = whole.places
+    if places is not None:
+        places = msgspec.structs.replace(places, indices=[places.indices[row] for row in order])
+    batch = map_rows(lambda tensor: tensor[index], whole.batch, marks)
+    return MicroBatch(batch, len(order), len(order), places, None, whole.marks)
+
+
+# fp64 that stays fp64: models that cast to fp32 inside would hide differences below 1e-7, or make some.
+
+
+_CASTING: tuple[tuple[Any, str], ...] = (
+    (torch.Tensor, "to"),
+    (torch.Tensor, "type"),
+    (torch.Tensor, "softmax"),
+    (torch, "softmax"),
+    (functional, "softmax"),
+    (functional, "log_softmax"),
+)
+"""What models cast by, under the name `dtype` or without: fp64's smallest number, a mask, is -inf in a fp32 softmax."""
+
+
+@contextmanager
+def true_double() -> Iterator[None]:
+    """Let casts of fp64 tensors to fp32 (`.float()`, `.to(torch.float32)`) do nothing, in this whole process.
+
+    Patched on the class: a mode of torch would not reach the forward that recomputation runs within backward.
+    """
+    plain = [(owner, name, getattr(owner, name)) for owner, name in ((torch.Tensor, "float"), *_CASTING)]
+    for owner, name, function in plain:
+        setattr(owner, name, _kept_float(function) if name == "float" else _kept(function))
+    try:
+        yield
+    finally:
+        for owner, name, function in plain:
+            setattr(owner, name, function)
+
+
+def _kept_float(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def kept(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self if self.dtype == torch.float64 else function(self, *args, **kwargs)
+
+    return kept
+
+
+def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Ask a function for fp64 where it is asked to make fp32 of it."""
+
+    @wraps(function)
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        given = args[0] if args else kwargs.get("input")
+        if getattr(given, "dtype", None) == torch.float64:
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            kwargs = {key: torch.float64 if each is torch.float32 else each for key, each in kwargs.items()}
+        return function(*args, **kwargs)
+
+    return kept

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from shardwise.runs.exitcodes import BAD_INPUT, CHECK_FAILED, DONE
+from shardwise.runs.console import BAD_INPUT, CHECK_FAILED, DONE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

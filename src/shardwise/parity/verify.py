@@ -13,7 +13,7 @@ from shardwise.engines.available import preload_engine, require_engine
 from shardwise.errors import InputError
 from shardwise.job import load_job
 from shardwise.job.engine import engine_of
-from shardwise.launcher.local.fork import run_forked
+from shardwise.launcher.local.function import run_forked
 from shardwise.parallel.support import require_supported
 from shardwise.parity.bands import exact_counterpart, loss_band_gaps, no_exact_cause, rounding_gaps, rounds_in
 from shardwise.parity.bench import Bench
@@ -31,11 +31,10 @@ from shardwise.parity.plans import (
     settle_plan,
 )
 from shardwise.parity.prepare import STEPS, Preparation
-from shardwise.parity.pulse import StuckError
-from shardwise.parity.ranks import preload, require_meeting
+from shardwise.parity.ranks import StuckError, preload, require_meeting
+from shardwise.parity.reference import Variant
 from shardwise.parity.report import Finding, Gap, PlanVerdict, VerifyReport
 from shardwise.parity.resume import judge_resume
-from shardwise.parity.variants import Variant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

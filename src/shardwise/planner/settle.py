@@ -12,8 +12,7 @@ from shardwise.errors import PlanError, nearest
 from shardwise.job.engine import engine_of
 from shardwise.job.overrides import literal, replace_at
 from shardwise.plans.batch import fill_pipeline, split_batch
-from shardwise.plans.plan import Plan, Precision
-from shardwise.plans.presets import preset_degrees
+from shardwise.plans.plan import Plan, Precision, preset_degrees
 from shardwise.plans.toml import read_plan
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ def searching(job: Job, describe: Callable[[Job, DType], Model], accepts: Callab
     """
 
     def choose(world_size: int) -> tuple[Plan | None, str]:
-        from shardwise.planner.search.auto import search_plan  # only "auto" on GPUs pays for it
+        from shardwise.planner.search.subject import search_plan  # only "auto" on GPUs pays for it
 
         return search_plan(job, world_size, describe, accepts)
 

@@ -9,7 +9,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from shardwise.recorder.sites import Sites
+from shardwise.recorder.operations import Sites
 from shardwise.runs.calls import ARRIVALS, FLIGHTS, Operation, pack
 
 if TYPE_CHECKING:

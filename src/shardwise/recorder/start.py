@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.recorder.asked import take_asked
-from shardwise.recorder.deterministic import be_deterministic
-from shardwise.recorder.functional import record_functional
-from shardwise.recorder.imports import when_imported
+from shardwise.environment import adopt, identify, variables
+from shardwise.recorder.imports import be_deterministic, take_asked, when_imported
 from shardwise.recorder.mlx_calls import WAITS, record_steps
-from shardwise.recorder.replicas import record_replicas
-from shardwise.recorder.separate import record_separate_steps
-from shardwise.recorder.torch_calls import record_batches, record_collectives
+from shardwise.recorder.replicas import record_replicas, record_separate_steps
+from shardwise.recorder.torch_calls import record_batches, record_collectives, record_functional
 from shardwise.runs.calls import CallRing
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from shardwise.runs import RunDirectory
+
 
 _C10D = "torch.distributed.distributed_c10d"
 _FUNCTIONAL = "torch.distributed._functional_collectives"
@@ -76,3 +78,46 @@ def _register_stacks(run: RunDirectory, rank: int) -> int:
         faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
         return int(STACKS_SIGNAL)
     return 0
+
+
+# Starting the record of a rank that is a fresh interpreter: Python imports `sitecustomize` before any script.
+
+
+_PLACE = "SHARDWISE_RECORD"
+_LISTENERS = "SHARDWISE_LISTENERS"
+_PATH = "PYTHONPATH"
+_FOLDER = str(Path(__file__).with_name("site"))
+
+
+def record_variables(environ: Mapping[str, str], run: Path) -> dict[str, str]:
+    """Return what makes a fresh interpreter record its collectives in `run`; it takes them away again at once."""
+    path = environ.get(_PATH)
+    return {_PLACE: str(run), _PATH: _FOLDER if not path else f"{_FOLDER}{os.pathsep}{path}"}
+
+
+def listener_variables(folder: str) -> dict[str, str]:
+    """Return what makes a fresh interpreter that records use `folder` for multiprocessing's sockets."""
+    return {_LISTENERS: folder}
+
+
+def start_here() -> None:
+    """Begin the record that the environment asks for, clear our traces, and let the user's own sitecustomize follow."""
+    environ = variables("")
+    run, listeners = environ.pop(_PLACE, ""), environ.pop(_LISTENERS, "")
+    others = [entry for entry in environ.pop(_PATH, "").split(os.pathsep) if entry and entry != _FOLDER]
+    adopt({**environ, **({_PATH: os.pathsep.join(others)} if others else {})})
+    sys.path[:] = [entry for entry in sys.path if entry != _FOLDER]
+    if run:
+        from shardwise.runs import RunDirectory
+
+        me = identify()
+        start_record(RunDirectory(Path(run)), me.rank, me.world_size)
+    if listeners:
+        from shardwise.runs.directory import use_listener_folder
+
+        use_listener_folder(listeners)
+    del sys.modules["sitecustomize"]
+    importlib.invalidate_caches()
+    # Where the user has none this raises ModuleNotFoundError, and must: Python takes that to mean that there is no
+    # sitecustomize, and reports an import that succeeded without its module as an error.
+    importlib.import_module("sitecustomize")

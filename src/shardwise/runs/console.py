@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
-from typing import TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 def say(text: str) -> None:
@@ -25,3 +30,82 @@ def _print(text: str, stream: TextIO) -> None:
     except UnicodeEncodeError:  # a byte that is not UTF-8, or a letter that this terminal does not have
         encoding = stream.encoding or "ascii"
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+
+
+# Text that every file and terminal can take: the bytes of a path or an argument need not be UTF-8.
+
+
+def printable(text: str) -> str:
+    r"""Return `text` with each lone surrogate, which stands for a byte that is not UTF-8, written as \udcNN."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def printable_fields(value: Any) -> Any:
+    """Return lists and dicts of a document with all of their text printable."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {printable_fields(name): printable_fields(content) for name, content in value.items()}
+    if isinstance(value, list | tuple):
+        return [printable_fields(content) for content in value]
+    return value
+
+
+# Ranks in words.
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Return "rank 3", "ranks 0-2" or "ranks 0-2, 5"."""
+    members = set(ranks)
+    return f"{'rank' if len(members) == 1 else 'ranks'} {rank_spans(members)}"
+
+
+def rank_spans(ranks: Iterable[int]) -> str:
+    """Return ranks as ranges: 0-12, 14-63."""
+    members = set(ranks)
+    starts = sorted(rank for rank in members if rank - 1 not in members)
+    ends = sorted(rank for rank in members if rank + 1 not in members)
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in zip(starts, ends, strict=True))
+
+
+# Source lines as messages show them.
+
+
+def short(place: str) -> str:
+    """Return FILE:LINE with the file relative to the current folder, if it is below it."""
+    file, _, line = place.rpartition(":")
+    try:
+        return f"{Path(file).relative_to(Path.cwd())}:{line}"
+    except (ValueError, OSError):
+        return place
+
+
+# Exit codes in words: what a process ended with, and what usually causes it.
+
+
+DONE = 0
+JOB_FAILED = 1
+BAD_INPUT = 2
+CHECK_FAILED = 3
+PREEMPTED = 75
+INTERRUPTED = 130
+
+_SIGNAL_CAUSES = {
+    signal.SIGKILL: "usually the kernel when host memory runs out, or kill -9",
+    signal.SIGBUS: "memory that a file or /dev/shm could not give",
+    signal.SIGSEGV: "a native library read memory it does not own",
+    signal.SIGABRT: "a native library gave up; its last words are in the log",
+    signal.SIGTERM: "something asked it to stop",
+}
+
+
+def describe_exit(returncode: int) -> str:
+    """Say a return code in words; negative codes are signals, as subprocess counts them."""
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    try:
+        number = signal.Signals(-returncode)
+    except ValueError:
+        return f"signal {-returncode}"
+    cause = _SIGNAL_CAUSES.get(number)
+    return f"{number.name} ({cause})" if cause else number.name

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import re
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from multiprocessing import process, util
 from pathlib import Path
+from typing import Any
 
 from shardwise.environment import variables
 from shardwise.errors import InputError
-from shardwise.runs.disk import write_error
 
 
 @dataclass(frozen=True)
@@ -211,3 +214,128 @@ def _make(path: Path, *, exist_ok: bool) -> RunDirectory:
             fix="free space there, or name another one with --run-dir",
         )
     return run
+
+
+# Whether a run directory can still be written, and what it keeps when it cannot.
+
+
+_PROBE_BYTES = 1 << 16
+"""Enough for what a failing rank writes: its traceback, in the log and in its error file."""
+
+
+def write_error(folder: Path) -> OSError | None:
+    """Return the error of writing 64 KiB into `folder`, None when that works; the probe is removed."""
+    probe = folder / f".probe-{os.getpid()}"
+    try:
+        probe.write_bytes(bytes(_PROBE_BYTES))  # written, not only sized: free blocks are no proof under a quota
+    except OSError as error:
+        return error
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+    return None
+
+
+def describe_kept(run: RunDirectory) -> str:
+    """Return what a run whose disk is full has kept, in one sentence."""
+    names = sorted(path.name for path in run.checkpoints.glob("step-*"))  # published whole, or not at all
+    if not names:
+        return f"{run.path} keeps the logs and events up to the failure, and no checkpoint"
+    checkpoints = "1 checkpoint" if len(names) == 1 else f"{len(names)} checkpoints"
+    return f"{run.path} keeps {checkpoints}, the newest {names[-1]}: with free space, continue with --resume {run.path}"
+
+
+# Where multiprocessing puts the sockets of its listeners.
+#
+# multiprocessing makes a `pymp-*` folder in the temporary directory of each process that passes descriptors (every
+# DataLoader worker that returns tensors), and removes it when that process exits. A killed process removes nothing.
+# So the process that starts ranks, which outlives them, makes one folder for all of them and removes it at the end:
+# workers inherit the folder from their rank, however they are started.
+
+
+def make_listener_folder() -> str:
+    """Return the folder of this process, made at the first call; forks of this process use it too."""
+    return util.get_temp_dir()
+
+
+def use_listener_folder(path: str) -> None:
+    """Use the folder of another process, which removes it, in this process and in the workers that it starts."""
+    with contextlib.suppress(AttributeError):  # where `get_temp_dir` looks, though without a public name
+        process.current_process()._config["tempdir"] = path  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def remove_listener_folder(path: str) -> None:
+    """Remove the folder and what killed ranks left in it."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+# What a run keeps of its checkpoints: by count, by age, the best by a metric, and the words that say so.
+
+
+_AGE = re.compile(r"(\d+(?:\.\d+)?)([smhdw])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+GRAMMAR = "a count (3), an age (12h, 2d), min:METRIC or max:METRIC, comma separated, or all"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep:
+    """What to keep: a checkpoint stays if any of the rules wants it; without any rule all stay."""
+
+    last: int | None = None
+    """The newest so many."""
+    age_s: float | None = None
+    """Those younger than so many seconds."""
+    best: int = 0
+    """So many with the best value of `metric`."""
+    metric: str = ""
+    highest: bool = False
+    """Whether the best value is the highest; else the lowest."""
+
+    def __post_init__(self) -> None:
+        if self.last is not None and self.last < 1:
+            raise InputError(
+                f"keep.last is {self.last}",
+                code="checkpoint.keep-last-invalid",
+                fix="keep at least 1, or leave it out to keep all",
+            )
+        if self.age_s is not None and self.age_s < 0:
+            raise InputError(
+                f"keep.age_s is {self.age_s}", code="checkpoint.keep-age-invalid", fix="use seconds, at least 0"
+            )
+        if self.best < 0 or bool(self.best) != bool(self.metric):
+            raise InputError(
+                f"keep.best is {self.best} of metric {self.metric!r}",
+                code="checkpoint.keep-best-invalid",
+                fix="give both or neither",
+            )
+
+
+def parse_keep(text: str) -> Keep:
+    """Read rules such as "3", "2d", "max:accuracy" or "3,2d,min:loss"; "all" is no rule."""
+    if text == "all":
+        return Keep()
+    keep, said = Keep(), set()
+    for rule in text.split(","):
+        name, found = _parse_rule(rule.strip())
+        if not found or name in said:
+            words = f"says {name} twice" if found else f"has {rule!r}, which is no rule"
+            raise InputError(
+                f"--keep {text!r} {words}",
+                code="checkpoint.keep-rule-repeated" if found else "checkpoint.keep-rule-invalid",
+                fix=f"give {GRAMMAR}",
+            )
+        said.add(name)
+        keep = replace(keep, **found)
+    return keep
+
+
+def _parse_rule(rule: str) -> tuple[str, dict[str, Any]]:
+    """Return what a rule is about and the fields it sets, none where it is no rule."""
+    if rule.isascii() and rule.isdigit():
+        return "count", {"last": int(rule)} if int(rule) else {}
+    if age := _AGE.fullmatch(rule):
+        return "age", {"age_s": float(age[1]) * _SECONDS[age[2]]}
+    way, _, metric = rule.partition(":")
+    if way in {"min", "max"} and metric:
+        return "metric", {"best": 1, "metric": metric, "highest": way == "max"}
+    return "rule", {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from shardwise.runs.rank_words import name_ranks
+from shardwise.runs.console import name_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.dist import local_world
-from shardwise.launcher.local.fork import run_forked
+from shardwise.launcher.local.function import run_forked
 
 if TYPE_CHECKING:
     from collections.abc import Callable

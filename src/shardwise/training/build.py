@@ -15,38 +15,40 @@ from shardwise.engines.deepspeed.build import build_deepspeed_step
 from shardwise.errors import JobError
 from shardwise.job.generators import seed_generators
 from shardwise.job.schedules import check_schedule
-from shardwise.parallel.apply import apply_plan, gradient_sync, parameters_of, stages_of
+from shardwise.parallel.apply import Place, apply_plan, gradient_sync, parameters_of, stages_of
 from shardwise.parallel.batch_norm import foreign_batch_norms
 from shardwise.parallel.blueprint import job_blueprint, real_blueprint
-from shardwise.parallel.context_rules import check_context
+from shardwise.parallel.context import check_context
 from shardwise.parallel.forward_watch import watch_forward
+from shardwise.parallel.gradsync import GradNorm
 from shardwise.parallel.held_dtypes import check_dtypes
 from shardwise.parallel.keyed_masks import key_dropouts
 from shardwise.parallel.lora import adapt_blueprint
-from shardwise.parallel.norm import GradNorm
 from shardwise.parallel.optimizer import make_optimizer
-from shardwise.parallel.outer import by_rounds
-from shardwise.parallel.parameter_rules import check_dense, check_parameters
+from shardwise.parallel.parameter_rules import (
+    check_dense,
+    check_parameters,
+    refuse_sparse,
+    trainable_of,
+    without_gradient,
+)
 from shardwise.parallel.peer_inputs import watch_inputs
-from shardwise.parallel.place import Place
-from shardwise.parallel.probe import refuse_sparse, trainable_of, without_gradient
-from shardwise.parallel.reduced_list import ReducedList
-from shardwise.parallel.sharded import DTYPES, LOWER
+from shardwise.parallel.replicated import by_rounds
+from shardwise.parallel.sharded import DTYPES, LOWER, ReducedList
+from shardwise.parallel.stage_gate import share_copies, tied_copies
 from shardwise.parallel.stage_plan import cut_layers
-from shardwise.parallel.stage_ties import share_copies, tied_copies
 from shardwise.parallel.stages import count_layers, find_layers, split_stages
 from shardwise.parallel.support import uses_ddp
 from shardwise.parallel.tensor_gradients import refuse_unequal, unequal_gradients
 from shardwise.parallel.tensor_rules import find_rules
 from shardwise.parallel.weights import BuiltWeights, share_values
 from shardwise.planner.settle import with_engine_of
-from shardwise.training.fit import check_fit, check_own_loop
+from shardwise.training.preflight import check_fit, check_own_loop
 from shardwise.training.reading import Reading, make_loader, token_cut
 from shardwise.training.step.captured import plain_step
-from shardwise.training.step.marks import nvtx_ranges, tell
-from shardwise.training.step.peer_batches import PeerBatches
+from shardwise.training.step.first_step_checks import PeerBatches
 from shardwise.training.step.pipeline import PipelineStep
-from shardwise.training.step.step import Autocast, StepParts, Surroundings
+from shardwise.training.step.step import Autocast, StepParts, Surroundings, nvtx_ranges, tell
 from shardwise.training.step.token_probe import TokenProbe
 from shardwise.training.step.update import choose_update
 
@@ -62,9 +64,8 @@ if TYPE_CHECKING:
     from shardwise.parallel.gradsync import GradSync
     from shardwise.parallel.stage_plan import StageCut
     from shardwise.plans import Plan
-    from shardwise.training.length import Length
-    from shardwise.training.step.marks import Mark
-    from shardwise.training.step.step import Step
+    from shardwise.training.reading import Length
+    from shardwise.training.step.step import Mark, Step
     from shardwise.training.step.update import Update
 
 

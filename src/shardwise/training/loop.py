@@ -11,11 +11,9 @@ from shardwise.data.loaders import dataset_of
 from shardwise.errors import TrainingError
 from shardwise.training.build import build_step
 from shardwise.training.evaluate import evaluate
-from shardwise.training.journal import Journal
+from shardwise.training.journal import Journal, start_report
 from shardwise.training.replicas import Replicas, ReplicaSpec
-from shardwise.training.saving import Saving
-from shardwise.training.start import start_report
-from shardwise.training.stop import stop_requests
+from shardwise.training.saving import Saving, stop_requests
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,10 +22,9 @@ if TYPE_CHECKING:
     from shardwise.job import Job
     from shardwise.plans import Plan
     from shardwise.runs import EventLog
-    from shardwise.runs.timeline import Timeline
+    from shardwise.runs.recorder import Timeline
     from shardwise.training.saving import SavingSpec
-    from shardwise.training.step.marks import Mark
-    from shardwise.training.step.step import Step
+    from shardwise.training.step.step import Mark, Step
 
 
 class TrainReport(msgspec.Struct, frozen=True, kw_only=True):

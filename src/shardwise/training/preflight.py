@@ -5,32 +5,49 @@ One set of rules: search proposes a plan only if it passes them, and `train` app
 
 from __future__ import annotations
 
+import tempfile
 from functools import cached_property
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardwise.data.tokens import check_token_loss
-from shardwise.errors import JobError, PlanError
-from shardwise.parallel.adapters import add_adapters
+from shardwise.dist import local_world
+from shardwise.errors import JobError, PlanError, RankFailedError
+from shardwise.job.optimizers import SGD, AdamW
+from shardwise.launcher.local.function import run_forked
 from shardwise.parallel.blueprint import structure
-from shardwise.parallel.context_rules import check_context
+from shardwise.parallel.context import check_context
 from shardwise.parallel.fused_loss import find_head
 from shardwise.parallel.held_dtypes import check_dtypes
-from shardwise.parallel.parameter_rules import check_parameters
+from shardwise.parallel.lora import add_adapters
+from shardwise.parallel.optimizer_rules import check_optimizer, check_sharded_updates, trial_shape
+from shardwise.parallel.parameter_rules import check_parameters, copy_attributes
+from shardwise.parallel.sharded import check_sharded
 from shardwise.parallel.stage_plan import check_pipeline, cut_layers
 from shardwise.parallel.stages import check_stages, count_layers, find_layers
-from shardwise.parallel.support import require_supported
-from shardwise.parallel.tensor_rules import check_tensor, find_rules
-from shardwise.training.optimizer_trial import try_on_shards
+from shardwise.parallel.support import require_supported, uses_ddp
+from shardwise.parallel.tensor_rules import check_tensor, cut_dimension, find_rules, styles_by_name
 from shardwise.training.step.captured import check_shapes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
+    from shardwise.dist import World
     from shardwise.job import Job
+    from shardwise.job.optimizers import OptimizerFactory
     from shardwise.parallel.skeleton import Skeleton
     from shardwise.plans import Plan
+
+    Dims = dict[str, int | None]
+    """Name of a parameter -> the dimension that is split, None for one that every rank has whole as a DTensor."""
 
 
 class ModelRules:
@@ -126,3 +143,160 @@ def _looks_at_model(job: Job, plan: Plan) -> bool:
     if plan.engine == "torch" and (plan.zero or plan.offload.optimizer != "none"):
         return True  # they replace parameters
     return layout.tp > 1 or layout.pp > 1 or layout.cp > 1 or plan.fused_loss or job.lora is not None
+
+
+# Whether a plan fits a job and a world, or a training loop of the user's own.
+
+
+def check_fit(job: Job, plan: Plan, world: World) -> None:
+    """Refuse a plan that cannot be applied, or is for another world or another batch."""
+    require_supported(plan)
+    if plan.layout.pp > 1 and world.backend == "gloo" and world.device.type == "cuda":
+        raise PlanError(
+            f"plan {plan.layout} has stages on GPUs, and gloo sends no GPU tensors",
+            code="support.pipeline-gloo-gpu",
+            fix="use --backend nccl",
+        )
+    if plan.engine == "mlx" and world.device.type != "cpu":
+        raise PlanError(
+            f"the world is on {world.device.type}, and engine mlx takes its samples from the host",
+            code="support.mlx-device",
+            fix="use sw.world(device='cpu')",
+        )
+    if plan.layout.world_size != world.size:
+        raise PlanError(
+            f"plan {plan.layout} is for {plan.layout.world_size} ranks, the world has {world.size}",
+            code="plan.world-size-mismatch",
+            fix=f"use plan.refit({world.size})",
+        )
+    if plan.batch_size != job.batch_size:
+        raise PlanError(
+            f"the plan trains {plan.micro_batch} x {plan.accumulation} x {plan.layout.dp} = {plan.batch_size} samples"
+            f" a step, the job asks for {job.batch_size}",
+            code="plan.batch-size-mismatch",
+            fix=f"use Plan.preset(name, {world.size}, batch_size={job.batch_size})",
+        )
+    check_job(job, plan)
+
+
+def check_own_loop(model: nn.Module, plan: Plan) -> None:
+    """Refuse a plan that needs more than a model."""
+    require_supported(plan)
+    if plan.layout.pp > 1:
+        raise PlanError(
+            f"plan {plan.layout} has stages, which a loop of your own cannot run",
+            code="support.own-loop-pipeline",
+            fix="use build_step",
+        )
+    if plan.layout.cp > 1:
+        raise PlanError(
+            f"plan {plan.layout} cuts sequences, which a loop of your own reads",
+            code="support.own-loop-cp",
+            fix="use build_step",
+        )
+    if plan.zero == 1 or plan.offload.optimizer != "none":
+        raise PlanError(
+            "the plan cuts the optimizer, which your own loop makes",
+            code="support.own-loop-zero1",
+            fix="use build_step, or zero2",
+        )
+    if plan.layout.dp > 1 and plan.zero < 2 and not uses_ddp(plan):
+        raise PlanError(
+            f"plan {plan.layout} has replicas of split weights, whose gradients a step sums, not a loop of your own",
+            code="support.own-loop-split-replicas",
+            fix=f"use build_step, or shard{plan.layout.dp}.tp{plan.layout.tp}",
+        )
+    if plan.communication.sync_every > 1:
+        raise PlanError(
+            "the plan syncs after steps of an optimizer, which your own loop makes",
+            code="support.own-loop-sync-every",
+            fix="use build_step",
+        )
+    if plan.capture == "step":
+        raise PlanError(
+            "the plan captures the step, which your own loop makes",
+            code="support.own-loop-capture",
+            fix="use build_step",
+        )
+    check_parameters(model, plan)
+    check_sharded(model, plan, by_step=False)
+
+
+# The trial of an optimizer on shards before a run: two forked CPU ranks step small tensors in the parameters'
+# places.
+#
+# `make_optimizer` tries every optimizer on the shards of the run itself (parallel/optimizer_rules.py). Search and
+# preflight have no ranks yet, so the same trial runs here on two of its own, about 0.2 s for a job: each parameter
+# becomes a tensor of at most 16 elements a dimension, under its name and with its attributes, split as the plan
+# splits it. What two ranks show holds for more: an update either treats every element by itself, or DTensor brings
+# the shards together.
+
+
+_RANKS = 2
+_TIMEOUT_S = 60.0
+
+
+def try_on_shards(factory: OptimizerFactory, module: nn.Module, tensor_rules: Mapping[str, str] | None = None) -> None:
+    """Refuse an optimizer that updates shards otherwise than whole parameters; `module` may be on the meta device.
+
+    Parameters are split over rows as ZeRO does, or with `tensor_rules` as tensor parallelism does.
+    """
+    if isinstance(factory, AdamW | SGD) or dist.is_initialized():
+        return  # ours treat every element by itself; in a world that runs, the build makes the trial on its own shards
+    dims = _split_dims(module, tensor_rules)
+    try:
+        refusals = _on_ranks(lambda: _refusal(factory, module, dims))
+    except RankFailedError:
+        return  # a trial that cannot be run has shown nothing, and the build makes it again
+    for refusal in refusals:
+        if refusal is not None:
+            raise refusal
+
+
+def _split_dims(module: nn.Module, tensor_rules: Mapping[str, str] | None) -> Dims:
+    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    if tensor_rules is None:
+        return {name: 0 if parameter.ndim else None for name, parameter in trained}
+    styles = styles_by_name(module, tensor_rules)
+    dims: Dims = {}
+    for name, _ in trained:
+        owner, _, kind = name.rpartition(".")
+        dims[name] = cut_dimension(module.get_submodule(owner), styles.get(owner), kind)
+    return dims
+
+
+def _refusal(factory: OptimizerFactory, module: nn.Module, dims: Dims) -> JobError | None:
+    """Return what the trial refuses; None also where the optimizer cannot be made for small tensors."""
+    mesh = init_device_mesh("cpu", (_RANKS,))
+    named = [(name, _placed(module.get_parameter(name), mesh, dim)) for name, dim in dims.items()]
+    try:
+        optimizer = factory(named)
+    except Exception:  # noqa: BLE001 - a factory may ask for the sizes of its own model; then the build makes the trial
+        return None
+    try:
+        check_optimizer(optimizer)
+        check_sharded_updates(optimizer)
+    except JobError as error:
+        return error
+    return None
+
+
+def _placed(like: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> nn.Parameter:
+    """Return a small parameter in the place of `like`, split along `dim`."""
+    placement = Replicate() if dim is None else Shard(dim)
+    small = torch.zeros(trial_shape(like), dtype=torch.float64)
+    placed = nn.Parameter(distribute_tensor(small, mesh, [placement], src_data_rank=None))
+    copy_attributes(vars(like), placed)
+    return placed
+
+
+def _on_ranks(call: Callable[[], Any]) -> list[Any]:
+    """Return what `call` returns on each of two forked ranks of a process group on the CPU."""
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        store = Path(folder) / "store"
+
+        def body(rank: int) -> Any:
+            with local_world(store, rank, _RANKS, timeout_s=_TIMEOUT_S):
+                return call()
+
+        return run_forked(body, _RANKS, timeout_s=_TIMEOUT_S)

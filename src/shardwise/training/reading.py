@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
+from shardwise.data.cursor import Slices
 from shardwise.data.loaders import IndexLoader, StreamLoader, dataset_length, dataset_of
-from shardwise.data.slices import Slices
 from shardwise.data.tokens import TokenCut
-from shardwise.errors import DataError
-from shardwise.training.length import Length, training_length
+from shardwise.errors import DataError, JobError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -84,3 +84,68 @@ def make_loader(job: Job, plan: Plan, where: Reading) -> tuple[StepLoader, Lengt
         pin_memory=where.on_gpu,
     )
     return loader, length
+
+
+# How long to train: epochs, steps or tokens, all turned into optimizer steps before the first one.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Length:
+    """Optimizer steps of a training, and of one epoch."""
+
+    num_steps: int
+    steps_per_epoch: int | None
+    """None for streams."""
+    source: str
+    sync_every: int = 1
+    """Steps that replicas train on their own before they meet."""
+
+    def syncs_after(self, number: int) -> bool:
+        """Whether replicas are equal after `number` steps: where a round, an epoch or the training ends.
+
+        Rounds are counted within the epoch, so that its end cuts only the last one short.
+        """
+        within = number % (self.steps_per_epoch or self.num_steps)
+        return within % self.sync_every == 0 or number == self.num_steps
+
+    def is_due(self, number: int, every: int) -> bool:
+        """Whether what comes `every` so many steps comes after `number`: there or, if replicas differ, when they meet.
+
+        0 is never.
+        """
+        if not every or not self.syncs_after(number):
+            return False
+        last = next(before for before in range(number - 1, -1, -1) if self.syncs_after(before))
+        return number // every > last // every
+
+    def ends_epoch(self, number: int) -> bool:
+        """Whether step `number` (from 0) is the last of its epoch."""
+        return self.steps_per_epoch is not None and (number + 1) % self.steps_per_epoch == 0
+
+
+def training_length(job: Job, dataset: Dataset[Any], steps_per_epoch: int | None, *, sync_every: int = 1) -> Length:
+    """Settle the length; `steps_per_epoch` is None for a stream, which must be counted in steps."""
+    num_steps, source = _count_steps(job, dataset, steps_per_epoch)
+    return Length(num_steps=num_steps, steps_per_epoch=steps_per_epoch, source=source, sync_every=sync_every)
+
+
+def _count_steps(job: Job, dataset: Dataset[Any], steps_per_epoch: int | None) -> tuple[int, str]:
+    if job.steps is not None:
+        return job.steps, "steps of the job"
+    if steps_per_epoch is None:
+        raise JobError(
+            "a stream (IterableDataset) has no epochs and no known tokens",
+            code="data.stream-without-steps",
+            fix="give the job steps=",
+        )
+    if job.epochs is not None:
+        return job.epochs * steps_per_epoch, f"{job.epochs} epochs x {steps_per_epoch} steps"
+    per_sample = job.loss.count_of((job.collate or default_collate)([dataset[0]]), 1)
+    if not per_sample:
+        raise JobError(
+            "the first sample counts no token, so tokens= cannot be turned into steps",
+            code="data.sample-without-tokens",
+            fix="give steps=",
+        )
+    source = f"{job.tokens} tokens / ({per_sample} in the first sample x batch_size {job.batch_size})"
+    return math.ceil((job.tokens or 0) / (per_sample * job.batch_size)), source

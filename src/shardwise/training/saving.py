@@ -2,25 +2,49 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.checkpoint import AsyncSaver, CheckpointError, CheckpointFolder, check_storage
-from shardwise.errors import InputError, nearest
+from shardwise.checkpoint import (
+    AsyncSaver,
+    CheckpointError,
+    CheckpointFolder,
+    MismatchError,
+    check_storage,
+    load_newest,
+)
+from shardwise.checkpoint.dtypes import DTYPES
+from shardwise.errors import InputError, ShardwiseError, nearest
+from shardwise.runs.console import PREEMPTED
+from shardwise.runs.directory import Keep
 from shardwise.runs.failure import NOT_SAVED
-from shardwise.runs.keep import Keep
-from shardwise.training.optimizer_state import plain_states
-from shardwise.training.resuming import Resuming
-from shardwise.training.state import state_facts, state_tensors
-from shardwise.training.stop import StoppedError
-from shardwise.training.user_state import split_state
+from shardwise.training.state import (
+    UPDATE,
+    USER,
+    check_same_job,
+    join_state,
+    make_room,
+    plain_states,
+    restore_plain_states,
+    restore_random,
+    room_for,
+    split_state,
+    state_facts,
+    state_tensors,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    from shardwise.checkpoint import SaveReport
+    import torch.distributed as dist
+    from torch import Tensor
+
+    from shardwise.checkpoint import LoadReport, Manifest, SaveReport
     from shardwise.dist import World
     from shardwise.job import Job
     from shardwise.plans import Plan
@@ -158,3 +182,116 @@ class Saving:
 
     def _note(self, text: str) -> None:
         self._events.write("note", text=text)
+
+
+# Resuming: a step built where a checkpoint ends, with all of its state put into it.
+
+
+class Resuming:
+    """One attempt to go on from what is at `path`: a run directory, a folder of checkpoints, or one."""
+
+    def __init__(self, path: Path, job: Job, plan: Plan, world: World, note: Callable[[str], None]) -> None:
+        self._path, self._job, self._plan, self._world, self._note = path, job, plan, world, note
+        self._step: Step | None = None
+        self._user: dict[str, Tensor] = {}
+
+    def run(self, build: Callable[[int], Step], group: dist.ProcessGroup | None) -> Step | None:
+        """Return a step with the state of the newest good checkpoint, None if there is none; on every rank.
+
+        `build` makes a step that begins at the given number. Damaged checkpoints are named and passed over; every
+        byte of the one that is taken was checked. Communicates over `group`.
+        """
+
+        def room(manifest: Manifest) -> dict[str, Tensor]:
+            self._step = None  # one that was built in vain goes before the next one comes
+            self._step = build(manifest.step)
+            return self._room(self._step, manifest)
+
+        report = load_newest(
+            self._path,
+            room,
+            group=group,
+            strict=False,
+            announce=lambda forecast: self._note(f"loading from {self._path}: {forecast}"),
+        )
+        if report is None or self._step is None:
+            return None
+        for words in report.skipped:
+            self._note(f"passed over: {words}")
+        self._restore(self._step, report)
+        return self._step
+
+    def _room(self, step: Step, manifest: Manifest) -> dict[str, Tensor]:
+        check_same_job(manifest.facts, self._job, number=manifest.step, num_steps=step.length.num_steps)
+        forms = {name: (entry.shape, DTYPES[entry.dtype]) for name, entry in manifest.tensors.items()}
+        self._user = {}
+        if self._job.state is not None:
+            _, now = split_state(self._job.state.state_dict())
+            self._user = room_for(forms, now)
+        return make_room(step, forms, self._plan.replica(self._world.rank)) | self._user
+
+    def _restore(self, step: Step, report: LoadReport) -> None:
+        """Take over what was loaded, and say what was not."""
+        compared = report.comparison
+        # Loss scaling comes and goes with the precision, the user's own with the job; the rest must be as it was.
+        off = [name for name in (*compared.missing, *compared.unexpected) if not name.startswith((UPDATE, USER))]
+        if off or compared.differing:
+            raise MismatchError(
+                f"{report.path} is of another model or optimizer: {compared}",
+                code="checkpoint.tensors-mismatch",
+                fix="resume the same job, or --resume never",
+            )
+        step.optimized.refresh()
+        optimizer = report.facts.get("optimizer", {})
+        restore_plain_states(step.optimized, optimizer.get("values", {}))  # one from elsewhere may have none
+        notes = [f"resumed from {report.path} at step {step.number}"]
+        if not compared.is_equal:
+            notes.append(str(compared))
+        if not restore_random(report.facts, self._plan, self._world, step) and self._job.masks == "drawn":
+            notes.append("random masks begin anew, since the layout is another")
+        if self._job.state is not None and "user" in report.facts:
+            self._job.state.load_state_dict(join_state(report.facts["user"], self._user))
+        elif self._job.state is not None:
+            notes.append("Job.state begins anew, since the checkpoint holds none")
+        elif "user" in report.facts:
+            notes.append("a Job.state was saved and is left alone, since the job has none")
+        self._note("; ".join(notes))
+
+
+# Stop requests: a signal asks the training to save and leave, and it does so between two steps.
+
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""What SLURM, Kubernetes and the launcher send before they end a job."""
+
+
+class StoppedError(ShardwiseError):
+    """The training saved its state and left because it was asked to; run it again to continue."""
+
+    exit_code = PREEMPTED
+
+
+class StopRequest:
+    """Whether somebody has asked this rank to stop."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def set(self, *_: object) -> None:
+        """Take note of a request."""
+        self.is_set = True
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Take note of stop signals in here, instead of dying of them; where signals cannot be caught, never set."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    before = {number: signal.signal(number, request.set) for number in STOP_SIGNALS}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

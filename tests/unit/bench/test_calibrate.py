@@ -5,8 +5,7 @@ import torch
 
 from shardwise.bench import operators
 from shardwise.bench.calibrate import COLLECTIVES, CPU, SIZES, Grid, RankFigures, calibrate, combine
-from shardwise.hardware.calibration import AttentionPoint, MatmulPoint, measured
-from shardwise.hardware.calibration_file import read_calibration
+from shardwise.hardware.calibration import AttentionPoint, MatmulPoint, measured, read_calibration
 from shardwise.hardware.cluster import this_machine
 
 HOST = torch.device("cpu")

@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from refusals import assert_refused, refuses
-from shardwise.bench.comm.compare import read_earlier
+from shardwise.bench.comm.check import _cases
+from shardwise.bench.comm.result import read_earlier
 from shardwise.bench.comm.spec import CommSpec
-from shardwise.bench.comm.support import _cases
 from shardwise.bench.comm.sweep import sweep
 from shardwise.cli.main import main
 from shardwise.layout import Layout

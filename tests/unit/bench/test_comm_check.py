@@ -5,12 +5,10 @@ import torch
 import torch.distributed as dist
 
 from refusals import refuses
-from shardwise.bench.comm.bus_bandwidth import KINDS, OPERATIONS, TYPES
-from shardwise.bench.comm.check import count_wrong, inputs, reduced, tolerance
+from shardwise.bench.comm.check import check_all, count_wrong, inputs, reduced, refuse_missing, tolerance
 from shardwise.bench.comm.collectives import CollectiveSpec, prepare
 from shardwise.bench.comm.result import missing_words
-from shardwise.bench.comm.spec import CommSpec
-from shardwise.bench.comm.support import check_all, refuse_missing
+from shardwise.bench.comm.spec import KINDS, OPERATIONS, TYPES, CommSpec
 from shardwise.testing import run_ranks
 
 CPU = torch.device("cpu")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.bench.comm.bus_bandwidth import KINDS, bandwidths, buffer_bytes, count_of, size_of
+from shardwise.bench.comm.spec import KINDS, bandwidths, buffer_bytes, count_of, size_of
 
 # name, ranks, bytes asked, bytes an element, seconds -> count, size, algbw, busbw (GB/s of 1e9)
 CASES = [

@@ -7,15 +7,20 @@ import msgspec
 import pytest
 
 from refusals import refuses
-from shardwise.bench.comm.bus_bandwidth import TYPES
-from shardwise.bench.comm.ceiling import Ceiling
-from shardwise.bench.comm.compare import compare, read_earlier
-from shardwise.bench.comm.findings import findings
-from shardwise.bench.comm.result import Check, CommMeasurement, missing_words, row_of
-from shardwise.bench.comm.spec import group_ranks, read_aliased, read_size, read_sizes, written_size
-from shardwise.bench.comm.table import csv_text, table_lines
-from shardwise.bench.comm.verdict import judge, sentence
-from shardwise.bench.report.markdown import markdown_of
+from shardwise.bench.comm.limits import Ceiling
+from shardwise.bench.comm.result import (
+    Check,
+    CommMeasurement,
+    compare,
+    csv_text,
+    missing_words,
+    read_earlier,
+    row_of,
+    table_lines,
+)
+from shardwise.bench.comm.spec import TYPES, group_ranks, read_aliased, read_size, read_sizes, written_size
+from shardwise.bench.comm.verdict import findings, judge, sentence
+from shardwise.bench.report.write import markdown_of
 from shardwise.bench.timing import Timing
 from shardwise.layout import Layout
 

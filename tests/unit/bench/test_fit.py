@@ -3,7 +3,7 @@
 import pytest
 
 from refusals import refuses
-from shardwise.bench.fit import fit_alpha_beta, fit_knee, held_out_error
+from shardwise.bench.comm.verdict import fit_alpha_beta, fit_knee, held_out_error
 
 SIZES = [2**power for power in range(8, 27, 3)]
 

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 from refusals import refuses
-from shardwise.bench.measure import COLLECTIVES, measure_collective
-from shardwise.bench.timing import Timing, time_calls
+from shardwise.bench.timing import COLLECTIVES, Timing, measure_collective, time_calls
 from shardwise.testing import run_ranks
 
 CPU = torch.device("cpu")

@@ -9,8 +9,20 @@ import torch.distributed as dist
 
 import shardwise as sw
 from refusals import assert_refused
-from shardwise.bench.overlap import BUCKET, PREFETCH, SYNC, advise, advised_plan, distinct, summarise, vary
-from shardwise.bench.overlap_report import hidden_words, overlap_findings, overlap_table, verdict
+from shardwise.bench.overlap import (
+    BUCKET,
+    PREFETCH,
+    SYNC,
+    advise,
+    advised_plan,
+    distinct,
+    hidden_words,
+    overlap_findings,
+    overlap_table,
+    summarise,
+    vary,
+    verdict,
+)
 from shardwise.bench.split import Turn, Turns, measure_turns, split
 from shardwise.bench.switch import SwitchedWorld, replay
 from shardwise.cli.main import main

@@ -10,13 +10,10 @@ import torch
 
 from env.chromium import chromium, needs_chromium
 from refusals import refuses
-from shardwise.bench.report.axes import axis_over, in_bytes, in_digits
-from shardwise.bench.report.draw import NARROW, WIDE, colours_of, draw_bars, draw_plot
-from shardwise.bench.report.facts import machine_facts
-from shardwise.bench.report.findings import Bars, Findings, Heat, Plot, Section, Series, Table
+from shardwise.bench.report.draw import NARROW, WIDE, axis_over, colours_of, draw_bars, draw_plot, in_bytes, in_digits
+from shardwise.bench.report.findings import Bars, Findings, Heat, Plot, Section, Series, Table, machine_facts
 from shardwise.bench.report.html import html_of
-from shardwise.bench.report.markdown import markdown_of
-from shardwise.bench.report.write import write_report
+from shardwise.bench.report.write import markdown_of, write_report
 
 SIZES = tuple(4.0**power * 1024 for power in range(9))
 NAUGHTY = "<script>alert('x')</script> & | *"

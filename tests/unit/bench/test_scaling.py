@@ -7,8 +7,16 @@ import pytest
 
 from refusals import assert_refused, refuses
 from shardwise.bench.scaling import Curve, Point, plan_for, powers_of_two
-from shardwise.bench.scaling_report import Room, limits, scaling_findings, scaling_table, verdict
-from shardwise.bench.scaling_script import find_rates, measure_script, read_pattern
+from shardwise.bench.scaling_report import (
+    Room,
+    find_rates,
+    limits,
+    measure_script,
+    read_pattern,
+    scaling_findings,
+    scaling_table,
+    verdict,
+)
 from shardwise.cli.main import main
 from shardwise.errors import RankFailedError
 from shardwise.launcher.local.target import Script

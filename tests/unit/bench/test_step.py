@@ -15,13 +15,11 @@ import pytest
 import torch
 
 from refusals import assert_refused, refuses
-from shardwise.bench.phases import PHASES, PhaseClock
 from shardwise.bench.profile import ProfileSpec, summarize, trace_path
-from shardwise.bench.step import compare, rehearse
+from shardwise.bench.step import PHASES, PhaseClock, compare, rehearse, training_flops, utilisation
 from shardwise.bench.step_findings import step_findings
-from shardwise.bench.utilisation import training_flops, utilisation
 from shardwise.cli.main import main
-from shardwise.launcher.local.fork import run_forked
+from shardwise.launcher.local.function import run_forked
 from shardwise.planner.trace.trace import describe
 from shardwise.plans import Plan
 

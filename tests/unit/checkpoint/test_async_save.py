@@ -8,7 +8,7 @@ import torch
 
 from refusals import refuses
 from shardwise.checkpoint import AsyncSaver, CheckpointError, CheckpointFolder, load
-from shardwise.checkpoint.staging import Staging
+from shardwise.checkpoint.async_save import Staging
 from shardwise.testing import run_ranks
 
 
@@ -56,7 +56,7 @@ def test_staging_memory_is_kept_between_saves_and_grows_when_it_must():
 
 
 def test_pieces_that_outgrow_a_chunk_are_staged_all_the_same(monkeypatch):
-    monkeypatch.setattr("shardwise.checkpoint.staging.CHUNK", 100)
+    monkeypatch.setattr("shardwise.checkpoint.async_save.CHUNK", 100)
     pieces = {str(size): torch.arange(float(size)) for size in (5, 30, 10, 0, 7)} | {"one": torch.tensor(True)}
     copies = Staging().copy(pieces)
     assert copies.keys() == pieces.keys()

@@ -3,7 +3,7 @@
 import os
 import zlib
 
-from shardwise.checkpoint.checksum import crc32, crc32_text
+from shardwise.checkpoint.disk import crc32, crc32_text
 
 
 def test_it_is_the_standard_librarys_crc32_whole_or_in_parts():

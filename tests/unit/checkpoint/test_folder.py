@@ -17,7 +17,7 @@ from shardwise.checkpoint import (
     save,
     to_remove,
 )
-from shardwise.runs.keep import Keep
+from shardwise.runs.directory import Keep
 from shardwise.testing import run_ranks
 
 LOSSES = [5.0, 3.0, 4.0, 3.0, float("nan")]

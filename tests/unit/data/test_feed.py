@@ -4,11 +4,10 @@ from torch.utils.data import Dataset, IterableDataset, default_collate, get_work
 
 import shardwise as sw
 from refusals import refuses
-from shardwise.data.collate import stack_samples
+from shardwise.data.cursor import Slices
 from shardwise.data.feed import Feed
 from shardwise.data.loaders import IndexLoader, StreamLoader
-from shardwise.data.rows import cut_rows, fill_rows
-from shardwise.data.slices import Slices
+from shardwise.data.rows import cut_rows, fill_rows, stack_samples
 from shardwise.testing import run_ranks
 
 CPU = torch.device("cpu")

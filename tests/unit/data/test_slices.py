@@ -1,7 +1,7 @@
 import pytest
 
 from refusals import refuses
-from shardwise.data.slices import Slices
+from shardwise.data.cursor import Slices
 
 
 @pytest.mark.parametrize("readers", [1, 2, 3, 4])

@@ -5,7 +5,7 @@ import torch
 
 from refusals import refuses
 from shardwise.environment import Identity
-from shardwise.dist.devices import choose_device, gpu_index
+from shardwise.dist.start import choose_device, gpu_index
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is visible")
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from refusals import refuses
-from shardwise.launcher.local.fork import run_forked
+from shardwise.launcher.local.function import run_forked
 from shardwise.layout import Layout
 from shardwise.dist import fake_world
 

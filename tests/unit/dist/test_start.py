@@ -14,7 +14,7 @@ import torch.distributed as dist
 from env.ports import free_port
 from refusals import refuses
 from shardwise.environment import adopt, rank_environment
-from shardwise.launcher.local.fork import run_forked
+from shardwise.launcher.local.function import run_forked
 from shardwise.dist import world
 from shardwise.dist.stores import FileStore, HashStore
 

@@ -3,7 +3,7 @@
 import msgspec
 from doctor.collectives import WORLD, call
 
-from shardwise.doctor.guard.call_runs import CallRun, Leads, pack
+from shardwise.doctor.guard.neighbours import CallRun, Leads, pack
 
 STEP = [call(number, site=f"/x/train.py:{number % 3}") for number in range(5, 605)]
 

@@ -8,8 +8,7 @@ import pytest
 
 from refusals import refuses
 from shardwise.doctor.catalogue import FAMILIES, find_preset, read_catalogue, read_presets
-from shardwise.doctor.env import lint
-from shardwise.doctor.env_rules import Surroundings
+from shardwise.doctor.env_rules import Surroundings, lint
 
 GUIDE_WITHOUT_INFINIBAND = {
     "NCCL_DEBUG": "INFO",

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.doctor.env import lint
-from shardwise.doctor.env_rules import RULES, Surroundings
+from shardwise.doctor.env_rules import RULES, Surroundings, lint
 
 NODE = Surroundings(
     interfaces=("lo", "eth0", "docker0"), has_rdma=True, num_gpus=8, uses_nccl=True, nproc=8, cores=64, uses_ddp=True

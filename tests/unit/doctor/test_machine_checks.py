@@ -4,10 +4,9 @@ import msgspec
 import pytest
 from doctor.machines import CARD, ETHERNET, GIB, HEALTHY, IDLE, LOOPBACK, changed
 
-from shardwise.doctor.check import exit_code, fail, ok, warn
-from shardwise.doctor.machine.checks import CHECKS, check_machine
+from shardwise.doctor.catalogue import exit_code, fail, ok, warn
+from shardwise.doctor.machine.checks import CHECKS, check_machine, gloo_choice, nccl_choice, nccl_matches
 from shardwise.doctor.machine.facts import Driver, Gpu, Interface, RdmaDevice, Torch
-from shardwise.doctor.machine.interfaces import gloo_choice, nccl_choice, nccl_matches
 
 NO_GPU = {"gpus": (), "driver": Driver(), "torch": Torch(version="2.13.0+cpu", gloo=True)}
 EFA = RdmaDevice(name="rdmap0", driver="efa", active=True)

@@ -6,7 +6,17 @@ from itertools import permutations
 import msgspec
 import pytest
 
-from shardwise.doctor.network.advice import CHECKS, diagnose, good_hosts, launch_lines
+from shardwise.doctor.network.advice import (
+    CHECKS,
+    check_clocks,
+    check_login,
+    check_names,
+    check_storage,
+    check_versions,
+    diagnose,
+    good_hosts,
+    launch_lines,
+)
 from shardwise.doctor.network.facts import (
     Clock,
     HostFacts,
@@ -21,10 +31,7 @@ from shardwise.doctor.network.facts import (
     Road,
     StorageFacts,
 )
-from shardwise.doctor.network.host_checks import check_clocks, check_login, check_storage, check_versions
-from shardwise.doctor.network.link_checks import check_exposure, check_links, check_mtu, check_port, check_reach
-from shardwise.doctor.network.matrix import matrix
-from shardwise.doctor.network.names import check_names
+from shardwise.doctor.network.link_checks import check_exposure, check_links, check_mtu, check_port, check_reach, matrix
 
 HOSTS = ("a", "b", "c")
 ADDRESS = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}

@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.doctor.network.probe import SILENCE_S
 from shardwise.doctor.network.session import Probes, ProbeSession, probe_command
-from shardwise.launcher.ssh.hosts import HostSpec
+from shardwise.launcher.ssh.run import HostSpec
 
 HERE = "127.0.0.1"
 WORD, GREETING = "w" * 32, "g" * 32

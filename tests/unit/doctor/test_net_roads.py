@@ -4,8 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from shardwise.doctor.network.addresses import choose_road, culprits, cut_pairs, roads, turns
-from shardwise.doctor.network.facts import HostFacts, Interface, Reached
+from shardwise.doctor.network.facts import HostFacts, Interface, Reached, choose_road, culprits, cut_pairs, roads, turns
 
 
 def host(**addresses):

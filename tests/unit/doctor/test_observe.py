@@ -18,12 +18,14 @@ from shardwise.doctor.machine.observe import (
     observe_cpu,
     observe_disk,
     observe_gpus,
+    observe_interfaces,
     observe_limits,
     observe_memory,
+    observe_network,
+    observe_rdma,
     observe_torch,
     read_cpulist,
 )
-from shardwise.doctor.machine.observe_network import observe_interfaces, observe_network, observe_rdma
 from shardwise.hardware import probe_gpus
 
 

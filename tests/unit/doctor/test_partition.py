@@ -7,7 +7,7 @@ import pytest
 from doctor.collectives import waiting, world
 
 from shardwise.doctor.guard.hang import decide
-from shardwise.doctor.guard.partition import Links, describe_partition, find_connections, look_at_links
+from shardwise.doctor.guard.replicas import Links, describe_partition, find_connections, look_at_links
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode"
 

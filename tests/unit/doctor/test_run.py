@@ -17,8 +17,8 @@ from shardwise.doctor.run.facts import Event, RunFacts, read_run
 from shardwise.runs import RunDirectory
 from shardwise.runs.call_reader import Call
 from shardwise.runs.calls import CallRing, GroupKey, Operation, pack
+from shardwise.runs.events import LaunchLog
 from shardwise.runs.failure import Failure, write_failure
-from shardwise.runs.launch_events import LaunchLog
 from shardwise.runs.recorder import Mark
 
 PATH = Path("runs/x")

@@ -1,7 +1,6 @@
 """What NCCL wrote becomes the transport of each pair, and TCP is flagged; lines as NCCL 2.19 to 2.28 write them."""
 
-from shardwise.doctor.run.nccl_log import read_nccl_log
-from shardwise.doctor.run.transports import check_transports, kind_of
+from shardwise.doctor.run.nccl_log import check_transports, kind_of, read_nccl_log
 
 ONE_NODE = """
 node1:4711:4711 [0] NCCL INFO Bootstrap: Using eth0:10.0.0.1<0>

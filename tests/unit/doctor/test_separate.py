@@ -9,13 +9,12 @@ import torch._dynamo  # by optimizers, on every rank otherwise
 import torch.distributed as dist
 from torch.distributed import rpc
 
-from shardwise.doctor.guard.guard import Guard, HangLimits
-from shardwise.doctor.guard.separate import describe_separate
+from shardwise.doctor.guard.guard import Guard, HangLimits, describe_separate
 from shardwise.launcher.local.attempts import LaunchSpec, launch
-from shardwise.launcher.local.fork import run_forked
+from shardwise.launcher.local.function import run_forked
 from shardwise.launcher.local.target import Script
 from shardwise.recorder import start_record
-from shardwise.recorder.separate import OTHER_TRANSPORTS
+from shardwise.recorder.replicas import OTHER_TRANSPORTS
 from shardwise.runs import create_run
 from shardwise.runs.calls import ENOUGH_SEPARATE_STEPS
 

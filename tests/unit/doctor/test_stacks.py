@@ -18,7 +18,7 @@ from shardwise.doctor.guard.stacks import (
     process_state,
     request_stacks,
 )
-from shardwise.runs.stack_text import Frame, parse_stack
+from shardwise.runs.recorder import Frame, parse_stack
 
 USER = Frame("/home/me/train.py", 41, "main")
 SLEEP = Frame("/home/me/train.py", 44, "wait_for_it")

@@ -8,8 +8,7 @@ import pytest
 from doctor.collectives import call
 
 from e2e.processes import wait_for
-from shardwise.doctor.guard.crowding import Crowding, look_at_cores
-from shardwise.doctor.guard.straggler import Skew
+from shardwise.doctor.guard.straggler import Crowding, Skew, look_at_cores
 from shardwise.runs.calls import GroupKey
 
 GROUP = GroupKey("0", 0, (0, 1, 2))

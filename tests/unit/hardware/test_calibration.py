@@ -9,12 +9,10 @@ from shardwise.hardware.calibration import (
     AttentionPoint,
     CollectivePoints,
     MatmulPoint,
-    default_calibration,
-    measured,
-)
-from shardwise.hardware.calibration_file import (
     calibration_for,
     calibration_path,
+    default_calibration,
+    measured,
     read_calibration,
     write_calibration,
 )

@@ -6,7 +6,7 @@ import pytest
 
 from refusals import refuses
 from shardwise.hardware import Gpu
-from shardwise.hardware.catalogue import read_catalogue
+from shardwise.hardware.cluster import read_catalogue
 from shardwise.hardware.machine import GIB, Device, NodeType
 
 ABSENT = Path("/nowhere/hardware.toml")

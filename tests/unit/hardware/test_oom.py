@@ -1,4 +1,4 @@
-from shardwise.hardware.oom import _counters, oom_kills
+from shardwise.hardware.probe import _counters, oom_kills
 
 
 def test_counter_is_looked_for_where_the_cgroup_is():

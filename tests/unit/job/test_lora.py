@@ -6,9 +6,8 @@ import pytest
 
 import shardwise as sw
 from refusals import refuses
-from shardwise.job.lora import Lora
+from shardwise.job.lora import CONFIG, Lora, config_json, read_config
 from shardwise.job.overrides import override_job
-from shardwise.job.peft_config import CONFIG, config_json, read_config
 
 NAMES = ["layers.0.attn.q_proj", "layers.0.attn.k_proj", "layers.1.attn.q_proj", "lm_head"]
 FACTS = {"rank": 4, "alpha": 8, "dropout": 0.0, "transposed": []}

@@ -4,7 +4,7 @@ import pytest
 
 import shardwise as sw
 from refusals import refuses
-from shardwise.job.rules_file import as_rules, rules_to_toml
+from shardwise.job.job import as_rules, rules_to_toml
 
 RULES = {"blocks.*.up": "column", "blocks.*.down": "row"}
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from shardwise.launcher.nodes.admission import admit_only
+from shardwise.launcher.nodes.network import admit_only
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="socket filters are Linux's")
 

@@ -12,7 +12,7 @@ from env.small_disk import fill, needs_small_disk, on_small_disk
 from refusals import refuses
 from shardwise.launcher.explain import explain_outcome
 from shardwise.launcher.local.attempts import LaunchSpec, launch
-from shardwise.launcher.local.fork import run_forked
+from shardwise.launcher.local.function import run_forked
 from shardwise.launcher.local.target import Script
 from shardwise.launcher.policy import Finish
 from shardwise.runs import create_run

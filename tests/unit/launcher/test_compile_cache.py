@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launcher.compile_cache import FOLDER, compile_cache
+from shardwise.launcher.local.processes import FOLDER, compile_cache
 
 JOB = "examples/05-advanced/hybrid_parallelism.py"
 

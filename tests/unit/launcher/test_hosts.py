@@ -5,7 +5,7 @@ import pytest
 from refusals import refuses
 from shardwise.cli.main import main
 from shardwise.errors import LaunchError
-from shardwise.launcher.ssh.hosts import HostSpec, read_hosts
+from shardwise.launcher.ssh.run import HostSpec, read_hosts
 
 
 def test_a_list_is_read_in_order():

@@ -12,8 +12,7 @@ from shardwise.launcher.nodes.link import _be_welcomed, join_hub
 from shardwise.launcher.nodes.membership import Limits
 from shardwise.launcher.nodes.messages import Admit, Ended, FromHub, Hello, Leaving, Meet, Met, Opened, Over, Ready
 from shardwise.launcher.nodes.network import listen
-from shardwise.launcher.nodes.secret import PROTOCOL, Challenge
-from shardwise.launcher.nodes.wire import Wire
+from shardwise.launcher.nodes.wire import PROTOCOL, Challenge, Wire
 from shardwise.launcher.policy import RankExit
 
 FACTS = {"shardwise": "1", "command": "train.py"}

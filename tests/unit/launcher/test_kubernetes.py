@@ -11,7 +11,7 @@ from kubeflow_trainer_api.models import (
 )
 
 from shardwise.cli.main import main
-from shardwise.launcher.kubernetes_yaml import to_yaml
+from shardwise.launcher.kubernetes import to_yaml
 
 KUBERNETES = ("1.31", "1.37")
 """The first in which policies for failed pods are stable, and the newest known."""

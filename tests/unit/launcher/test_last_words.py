@@ -1,6 +1,6 @@
 import pytest
 
-from shardwise.launcher.local.last_words import last_words
+from shardwise.launcher.explain import last_words
 
 TRACEBACK = """some warning
 Traceback (most recent call last):

@@ -7,7 +7,7 @@ import torch
 
 from refusals import refuses
 from shardwise.errors import JobError, RankFailedError
-from shardwise.launcher.local.fork import run_forked
+from shardwise.launcher.local.function import run_forked
 from shardwise.testing import run_ranks
 
 

@@ -1,8 +1,8 @@
 import msgspec
 import pytest
 
-from shardwise.launcher.local.lines import decode_line, encode_line
-from shardwise.launcher.ssh.messages import Order, Start
+from shardwise.launcher.local.orders import decode_line, encode_line
+from shardwise.launcher.ssh.session import Order, Start
 
 
 def test_a_message_comes_back_with_bytes_that_are_not_utf8():

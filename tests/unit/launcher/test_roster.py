@@ -25,8 +25,8 @@ from shardwise.launcher.nodes.messages import (
 )
 from shardwise.launcher.nodes.roster import GATHER_S, Roster
 from shardwise.launcher.policy import RankExit
+from shardwise.runs.call_reader import LastCalls
 from shardwise.runs.calls import GroupKey
-from shardwise.runs.last_calls import LastCalls
 
 FACTS = {"shardwise": "1", "torch": "2.13.0", "command": "train.py"}
 

@@ -6,9 +6,16 @@ import pytest
 
 from refusals import refuses
 from shardwise.cli.main import main
-from shardwise.launcher import slurm_submit
-from shardwise.launcher.slurm import BatchSpec, batch_script, gpus_per_node, read_directives, settle_nproc
-from shardwise.launcher.slurm_job import nodes_of_allocation, nodes_of_step
+from shardwise.launcher import slurm as slurm_submit
+from shardwise.launcher.slurm import (
+    BatchSpec,
+    batch_script,
+    gpus_per_node,
+    nodes_of_allocation,
+    nodes_of_step,
+    read_directives,
+    settle_nproc,
+)
 
 STEP = {
     "SLURM_JOB_ID": "77",

@@ -3,11 +3,9 @@
 import pytest
 from monitor.synthetic import empty_run, record
 
-from shardwise.monitor.folded import fold_ranks
-from shardwise.monitor.ranks import Ranks, lag_s
-from shardwise.monitor.status import RankStatus
-from shardwise.monitor.words import byte_words, time_words
-from shardwise.runs.rank_words import rank_spans
+from shardwise.monitor.ranks import Ranks, RankStatus, byte_words, lag_s, time_words
+from shardwise.monitor.terminal import fold_ranks
+from shardwise.runs.console import rank_spans
 from shardwise.runs.recorder import Mark
 
 LEADER = [

@@ -15,10 +15,8 @@ from monitor.synthetic import attempt_event, empty_run, start_event, steps_event
 
 from refusals import refuses
 from shardwise.errors import ShardwiseError
-from shardwise.monitor.sink_about import describe_run
-from shardwise.monitor.sink_feed import Feed
-from shardwise.monitor.sink_state import hold_state
-from shardwise.monitor.sinks import SinkSpec, mirror, parse_sink
+from shardwise.monitor.sink_feed import Feed, describe_run
+from shardwise.monitor.sinks import SinkSpec, hold_state, mirror, parse_sink
 from shardwise.runs import RunDirectory
 
 BEGAN = 1_700_000_000.0

@@ -8,12 +8,11 @@ import time
 from monitor.synthetic import attempt_event, empty_run, large_run, write
 from rich.console import Console
 
-from shardwise.monitor.drawing import bounds, draw_curve
-from shardwise.monitor.terminal import picture, show_live, show_once
+from shardwise.monitor.terminal import bounds, draw_curve, picture, show_live, show_once
 from shardwise.monitor.view import RunView
+from shardwise.runs.events import launch_log
 from shardwise.runs.failure import describe_failure
-from shardwise.runs.launch_events import launch_log
-from shardwise.training.stop import StoppedError
+from shardwise.training.saving import StoppedError
 
 
 def seen(run):

@@ -3,7 +3,7 @@
 import math
 import random
 
-from shardwise.monitor.thin import Curve
+from shardwise.monitor.training import Curve
 
 
 def filled(values, limit=16):

@@ -13,7 +13,7 @@ import pytest
 from monitor.synthetic import GIB, attempt_event, empty_run, large_run, start_event, steps_event, write
 
 from refusals import refuses
-from shardwise.monitor.increments import increment
+from shardwise.monitor.server import increment
 from shardwise.monitor.view import RunView, check_run
 
 

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.parallel.blocks import find_blocks
 from shardwise.parallel.blueprint import find_units
+from shardwise.parallel.recompute import find_blocks
 
 
 def test_layers_of_a_decoder_are_blocks():

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.parallel.compression import compress
+from shardwise.parallel.replicated import compress
 from shardwise.plans import Communication
 from shardwise.testing import run_ranks
 

@@ -9,7 +9,7 @@ from torch import nn
 from refusals import refuses
 from shardwise import models
 from shardwise.layout import Layout
-from shardwise.parallel.context_rules import check_context
+from shardwise.parallel.context import check_context
 
 
 class Model(nn.Module):

@@ -87,7 +87,7 @@ def settled(name, overrides, *, world_size=1):
 
 @pytest.mark.parametrize("fused", ["true", "false"])
 def test_no_tensor_of_training_or_evaluation_is_as_large_as_the_logits(fused, monkeypatch):
-    monkeypatch.setattr("shardwise.planner.model.fused.CHUNK_ELEMENTS", 128 * WORDS)
+    monkeypatch.setattr("shardwise.planner.model.forms.CHUNK_ELEMENTS", 128 * WORDS)
     job = job_of()
 
     def body(world):

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.parallel.linear_cross_entropy import Slice, linear_cross_entropy
-from shardwise.planner.model.fused import chunk_rows
+from shardwise.planner.model.forms import chunk_rows
 from shardwise.testing import run_ranks
 
 TOKENS, WIDTH, WORDS = 37, 8, 51

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.parallel.narrow_convolution import guard_narrow_convolutions
+from shardwise.parallel.batch_norm import guard_narrow_convolutions
 from shardwise.plans import Plan, Precision
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step

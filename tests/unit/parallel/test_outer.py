@@ -17,15 +17,14 @@ from shardwise.parity.plans import changed_numbers, settle_plan
 from shardwise.planner.settle import Device, settle
 from shardwise.plans import Precision
 from shardwise.runs import EventLog
-from shardwise.runs.keep import Keep
-from shardwise.runs.timeline import Timeline
+from shardwise.runs.directory import Keep
+from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step
-from shardwise.training.length import Length
 from shardwise.training.loop import run_loop
+from shardwise.training.reading import Length
 from shardwise.training.replicas import ReplicaSpec
-from shardwise.training.saving import SavingSpec
-from shardwise.training.stop import StoppedError
+from shardwise.training.saving import SavingSpec, StoppedError
 
 FP64 = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp64")
 ROUND, STEPS, SYNCS = 3, 7, (3, 5, 7)

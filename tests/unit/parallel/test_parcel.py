@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from refusals import refuses
-from shardwise.parallel.parcel import pack, receive, unpack
+from shardwise.parallel.stage_gate import pack, receive, unpack
 
 
 def test_output_comes_back_as_it_was():

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from refusals import refuses
 from shardwise.models import decoder
-from shardwise.parallel.parcel import pack
+from shardwise.parallel.stage_gate import pack
 from shardwise.parallel.stage_plan import StageCut
 from shardwise.parallel.stages import find_layers, split_stages
 from shardwise.plans.catalogue import DecoderConfig

@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from shardwise import Lora, models
-from shardwise.parallel.adapters import add_adapters
+from shardwise.parallel.lora import add_adapters
 from shardwise.parallel.tensor import tensor_parallel
-from shardwise.parallel.tensor_random import draws_masks
+from shardwise.parallel.tensor_gradients import draws_masks
 from shardwise.parallel.tensor_rules import find_rules
 from shardwise.testing import run_ranks
 

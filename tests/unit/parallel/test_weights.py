@@ -8,9 +8,8 @@ from torch import nn
 import shardwise as sw
 from refusals import refuses
 from shardwise.parallel import blueprint as blueprint_module
-from shardwise.parallel.apply import lay_out
+from shardwise.parallel.apply import Place, lay_out
 from shardwise.parallel.blueprint import job_blueprint
-from shardwise.parallel.place import Place
 from shardwise.parallel.skeleton import draw, skeleton
 from shardwise.parallel.weights import BuiltWeights, DrawnWeights, StreamedWeights
 from shardwise.plans import Plan

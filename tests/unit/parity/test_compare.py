@@ -7,8 +7,8 @@ import torch
 from shardwise.layout import Layout
 from shardwise.parity.capture import Traced
 from shardwise.parity.compare import losses_of, relative_gaps
-from shardwise.parity.shards import misplaced_pieces, misplaced_use
-from shardwise.parity.variants import regroup
+from shardwise.parity.evidence import misplaced_pieces, misplaced_use
+from shardwise.parity.reference import regroup
 
 
 def test_gap_is_relative_to_the_largest_value_of_the_tensor():

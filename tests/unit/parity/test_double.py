@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from shardwise.parity.double import true_double
+from shardwise.parity.reference import true_double
 
 CASTS = {
     "float": lambda x: x.float(),

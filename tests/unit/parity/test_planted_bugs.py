@@ -10,14 +10,17 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.data import cursor, feed, loaders, slices
+from shardwise.data import cursor, feed, loaders
+from shardwise.data import cursor as slices
 from shardwise.dist import World
 from shardwise.job import refer
 from shardwise.layout import Layout
-from shardwise.parallel import apply, context, norm, stage_plan, tensor
+from shardwise.parallel import apply, context, stage_plan, tensor
+from shardwise.parallel import gradsync as norm
 from shardwise.parallel.batch_norm import BatchNorm
-from shardwise.parallel.tensor_random import CutRandom
-from shardwise.parity import pulse, verify
+from shardwise.parallel.tensor_gradients import CutRandom
+from shardwise.parity import ranks as pulse
+from shardwise.parity import verify
 from shardwise.training.step import plain, update
 
 JOBS = Path(__file__).parent / "jobs.py"

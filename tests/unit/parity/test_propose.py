@@ -7,7 +7,7 @@ import pytest
 
 from shardwise.cli.main import main
 from shardwise.job import load_job, refer
-from shardwise.job.rules_file import rules_to_toml
+from shardwise.job.job import rules_to_toml
 from shardwise.parity import verify
 from shardwise.parity.propose import propose
 

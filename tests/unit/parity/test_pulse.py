@@ -5,8 +5,8 @@ import time
 import pytest
 
 from shardwise.errors import RankFailedError
-from shardwise.launcher.local.fork import run_forked
-from shardwise.parity.pulse import PauseLimit, Pulse, pause_limit, read_stuck, watched
+from shardwise.launcher.local.function import run_forked
+from shardwise.parity.ranks import PauseLimit, Pulse, pause_limit, read_stuck, watched
 from shardwise.planner.settle import Device, settle
 
 LIMIT = PauseLimit(usual_s=0.5, first_s=60.0)

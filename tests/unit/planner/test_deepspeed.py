@@ -17,7 +17,7 @@ from shardwise.planner.cost.deepspeed import deepspeed_at_rest, deepspeed_memory
 from shardwise.planner.cost.time import TimeModel
 from shardwise.planner.search.deepspeed import beside_native, choose_form, deepspeed_forms, form_reason
 from shardwise.planner.search.search import search
-from shardwise.planner.trace.described import described
+from shardwise.planner.trace.trace import described
 from shardwise.plans.plan import Communication, Offload, Plan, Precision
 from shardwise.testing import run_ranks
 

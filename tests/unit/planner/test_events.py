@@ -1,8 +1,16 @@
 import pytest
 
 from shardwise.layout import Layout
-from shardwise.planner.cost.events import Span, Task, pipeline_turns, run_pipeline, run_streams
-from shardwise.planner.cost.pipeline_time import pipeline_floor, pipeline_span, pipeline_spans
+from shardwise.planner.cost.events import (
+    Span,
+    Task,
+    pipeline_floor,
+    pipeline_span,
+    pipeline_spans,
+    pipeline_turns,
+    run_pipeline,
+    run_streams,
+)
 from shardwise.planner.cost.stages import Turns, stages_per_rank
 from shardwise.plans import Pipeline, Plan
 

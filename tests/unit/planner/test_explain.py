@@ -8,10 +8,11 @@ from shardwise.hardware.cluster import parse_cluster
 from shardwise.layout import Layout
 from shardwise.parallel.support import require_supported
 from shardwise.planner.cost.memory import predict_memory
+from shardwise.planner.model.decoder_parts import published
 from shardwise.planner.model.forms import Model
-from shardwise.planner.model.published import published
-from shardwise.planner.search.batches import usual_batch
 from shardwise.planner.search.explain import (
+    capture_gain,
+    compile_gain,
     decision_path,
     in_gb,
     in_numbers,
@@ -19,13 +20,13 @@ from shardwise.planner.search.explain import (
     over_the_host_limit,
     over_the_limit,
     reason,
+    rounds_gain,
     savings,
     smallest_cluster,
 )
-from shardwise.planner.search.gains import capture_gain, compile_gain, rounds_gain
 from shardwise.planner.search.report import answer_data
 from shardwise.planner.search.search import Question, search
-from shardwise.planner.search.subject import published_subject
+from shardwise.planner.search.subject import published_subject, usual_batch
 from shardwise.plans.plan import Plan, Precision
 
 

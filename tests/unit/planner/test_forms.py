@@ -12,11 +12,9 @@ from shardwise.layout import Layout
 from shardwise.parallel import linear_cross_entropy as real
 from shardwise.planner.cost.memory import predict_memory
 from shardwise.planner.cost.time import training_flops
-from shardwise.planner.model import fused
-from shardwise.planner.model.context import cut_context
-from shardwise.planner.model.decoder_parts import decoder_shape
-from shardwise.planner.model.forms import Model
-from shardwise.planner.model.published import published
+from shardwise.planner.model import forms as fused
+from shardwise.planner.model.decoder_parts import decoder_shape, published
+from shardwise.planner.model.forms import Model, cut_context
 from shardwise.planner.trace.trace import trace
 from shardwise.plans import Plan, Precision
 from shardwise.plans.catalogue import DecoderConfig

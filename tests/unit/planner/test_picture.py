@@ -6,11 +6,10 @@ import pytest
 from shardwise.hardware.calibration import default_calibration
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.layout import Layout
-from shardwise.planner.cost.time import TimeModel
-from shardwise.planner.cost.timeline import timeline
+from shardwise.planner.cost.time import TimeModel, timeline
+from shardwise.planner.model.decoder_parts import published
 from shardwise.planner.model.forms import Model
-from shardwise.planner.model.published import published
-from shardwise.planner.search.picture import WIDTH, draw
+from shardwise.planner.search.report import WIDTH, draw
 from shardwise.planner.search.search import Question, search
 from shardwise.plans import Plan, Precision
 

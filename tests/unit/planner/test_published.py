@@ -17,8 +17,7 @@ from shardwise.models.decoder import Block, Decoder, rotary_tables
 from shardwise.parallel.recompute import recompute_block
 from shardwise.parallel.tensor_rules import cut_dimension, styles_by_name
 from shardwise.planner.model import operators
-from shardwise.planner.model.decoder_parts import decoder_shape
-from shardwise.planner.model.published import PUBLISHED, published
+from shardwise.planner.model.decoder_parts import PUBLISHED, decoder_shape, published
 from shardwise.planner.model.resnet_parts import resnet_shape
 from shardwise.planner.model.t5_parts import t5_shape
 from shardwise.plans.catalogue import BYT5_COMMON, BYT5_SIZES, RESNETS, SIZES, T5_COMMON, T5_SIZES, DecoderConfig
@@ -335,7 +334,7 @@ def test_parts_outside_the_blocks_are_not_recomputed():
 def test_every_published_model_is_described_without_torch():
     program = (
         "import sys\n"
-        "from shardwise.planner.model.published import PUBLISHED, published\n"
+        "from shardwise.planner.model.decoder_parts import PUBLISHED, published\n"
         "for name in PUBLISHED:\n"
         "    assert published(name, compute='bf16', gathered=True).num_blocks\n"
         "assert 'torch' not in sys.modules\n"

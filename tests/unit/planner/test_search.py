@@ -9,11 +9,18 @@ from shardwise.hardware.cluster import parse_cluster
 from shardwise.parallel.support import require_supported
 from shardwise.planner.cost.memory import predict_memory
 from shardwise.planner.cost.time import TimeModel
+from shardwise.planner.model.decoder_parts import published
 from shardwise.planner.model.forms import Model
-from shardwise.planner.model.published import published
-from shardwise.planner.search.choices import divisors, groups, make_plan, variants
-from shardwise.planner.search.families import FAMILIES, family_of, simplicity
-from shardwise.planner.search.floors import Floors
+from shardwise.planner.search.choices import (
+    FAMILIES,
+    Floors,
+    divisors,
+    family_of,
+    groups,
+    make_plan,
+    simplicity,
+    variants,
+)
 from shardwise.planner.search.search import Candidate, Question, Rejected, anything_fits, choose, search
 from shardwise.plans.plan import Plan, Precision
 

@@ -6,12 +6,11 @@ from shardwise.hardware.calibration import default_calibration, measured
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.layout import Layout
 from shardwise.planner.cost.compute import Assumptions
+from shardwise.planner.cost.events import Unit, backward_tasks, bucket_reduces, forward_tasks, run_pass
 from shardwise.planner.cost.memory import predict_memory
-from shardwise.planner.cost.passes import Unit, backward_tasks, bucket_reduces, forward_tasks, run_pass
 from shardwise.planner.cost.time import predict_time
-from shardwise.planner.model.decoder_parts import decoder_shape
+from shardwise.planner.model.decoder_parts import decoder_shape, published
 from shardwise.planner.model.forms import Model
-from shardwise.planner.model.published import published
 from shardwise.plans import Plan, Precision
 from shardwise.plans.catalogue import SIZES, DecoderConfig
 from shardwise.plans.plan import Communication, Offload

@@ -12,15 +12,15 @@ from refusals import refuses
 from shardwise.bench.memory import LiveBytes
 from shardwise.hardware.calibration import default_calibration
 from shardwise.hardware.cluster import parse_cluster
-from shardwise.launcher.local.fork import run_forked
+from shardwise.launcher.local.function import run_forked
 from shardwise.layout import Layout
 from shardwise.planner.cost.memory import predict_memory
 from shardwise.planner.search.search import Question, search
 from shardwise.planner.search.subject import job_subject
 from shardwise.planner.trace.allowed import context_degrees, head_of
-from shardwise.planner.trace.described import described as described_in
 from shardwise.planner.trace.rehearsal import Subject
 from shardwise.planner.trace.trace import describe, trace
+from shardwise.planner.trace.trace import described as described_in
 from shardwise.plans import Communication, Offload, Plan, Precision
 from shardwise.testing import fake_world
 

@@ -5,8 +5,8 @@ import torch
 
 import shardwise as sw
 from shardwise.planner.cost.memory import WORKSPACE, predict_memory
+from shardwise.planner.trace.cuda_rules import workspace_bytes
 from shardwise.planner.trace.trace import describe
-from shardwise.planner.trace.workspace import workspace_bytes
 from shardwise.plans import Plan
 
 MIB = 1 << 20

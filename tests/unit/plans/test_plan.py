@@ -5,7 +5,7 @@ import pytest
 from refusals import refuses
 from shardwise.layout import Layout
 from shardwise.plans import Communication, Plan, Precision
-from shardwise.plans.presets import PRESETS
+from shardwise.plans.plan import PRESETS
 from shardwise.plans.toml import plan_from_toml, plan_to_toml
 
 

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.recorder.asked import Asked
-from shardwise.recorder.deterministic import be_deterministic, deterministic_variables
-from shardwise.recorder.fresh import record_variables
+from shardwise.recorder.imports import Asked, be_deterministic, deterministic_variables
+from shardwise.recorder.start import record_variables
 from shardwise.testing import run_ranks
 
 CODE = """

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from shardwise.recorder.fresh import record_variables
+from shardwise.recorder.start import record_variables
 from shardwise.runs import RunDirectory, calls
 from shardwise.runs.call_reader import CallReader
 

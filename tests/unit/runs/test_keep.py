@@ -3,7 +3,7 @@
 import pytest
 
 from refusals import refuses
-from shardwise.runs.keep import Keep, parse_keep
+from shardwise.runs.directory import Keep, parse_keep
 
 
 @pytest.mark.parametrize(

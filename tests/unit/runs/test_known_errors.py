@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.runs.known_errors import KNOWN_ERRORS, translate
+from shardwise.runs.failure import KNOWN_ERRORS, translate
 from shardwise.testing import run_ranks
 
 MESSAGES = [

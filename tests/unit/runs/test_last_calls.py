@@ -2,8 +2,8 @@
 
 from doctor.collectives import call
 
+from shardwise.runs.call_reader import LastCalls, describe_mismatch
 from shardwise.runs.calls import GroupKey
-from shardwise.runs.last_calls import LastCalls, describe_mismatch
 
 PAIR = GroupKey("0", 0, (0, 1))
 

@@ -5,8 +5,8 @@ import json
 import pytest
 from monitor.synthetic import empty_run
 
+from shardwise.runs.events import launch_log
 from shardwise.runs.failure import describe_failure
-from shardwise.runs.launch_events import launch_log
 
 
 def events(path):

@@ -7,7 +7,7 @@ import pytest
 from refusals import refuses
 from shardwise.errors import JobError, nearest
 from shardwise.runs import EventLog, Tail, create_run
-from shardwise.runs.exitcodes import describe_exit
+from shardwise.runs.console import describe_exit
 from shardwise.runs.failure import describe_failure, read_failure, write_failure
 
 

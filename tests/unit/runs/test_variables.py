@@ -1,7 +1,7 @@
 import msgspec
 
 from shardwise.runs import create_run
-from shardwise.runs.variables import told_variables, write_variables
+from shardwise.runs.failure import told_variables, write_variables
 
 PLAIN = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2", "SLURM_JOB_ID": "7", "RANK": "0"}
 SECRET = {

@@ -13,7 +13,7 @@ from refusals import refuses
 from shardwise.checkpoint import read_manifest
 from shardwise.plans import Precision
 from shardwise.runs import EventLog
-from shardwise.runs.timeline import Timeline
+from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
 from shardwise.training.loop import run_loop
 from shardwise.training.saving import SavingSpec

@@ -9,7 +9,7 @@ from refusals import refuses
 from shardwise.checkpoint import CheckpointError
 from shardwise.planner.settle import Device, settle
 from shardwise.testing import run_ranks
-from shardwise.training.export import export
+from shardwise.training.evaluate import export
 
 
 def make_job():

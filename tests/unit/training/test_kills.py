@@ -13,8 +13,8 @@ import torch
 import shardwise as sw
 from shardwise.plans import Plan, Precision
 from shardwise.runs import EventLog
-from shardwise.runs.keep import Keep
-from shardwise.runs.timeline import Timeline
+from shardwise.runs.directory import Keep
+from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
 from shardwise.training.loop import run_loop
 from shardwise.training.saving import SavingSpec

@@ -12,7 +12,7 @@ import shardwise as sw
 from refusals import refuses
 from shardwise.checkpoint.convert.convert import convert, open_contents
 from shardwise.cli.main import main
-from shardwise.parallel.adapters import add_adapters
+from shardwise.parallel.lora import add_adapters
 from shardwise.planner.settle import Device, settle
 from shardwise.plans import Precision
 from shardwise.runs import RunDirectory

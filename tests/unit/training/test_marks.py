@@ -17,7 +17,7 @@ from shardwise.plans.plan import Pipeline
 from shardwise.runs import RunDirectory
 from shardwise.runs.recorder import PHASES, read_recorder
 from shardwise.testing import run_ranks
-from shardwise.training.step.marks import Ranges, nobody, nvtx_ranges, tell
+from shardwise.training.step.step import Ranges, nobody, nvtx_ranges, tell
 
 CONFIG = DecoderConfig(family="llama", vocab_size=13, context=8, width=8, num_heads=2, mlp_width=12, num_layers=4)
 

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 import shardwise as sw
 from shardwise.plans import Plan, Precision
 from shardwise.runs import EventLog
-from shardwise.runs.timeline import Timeline
+from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
 from shardwise.training.loop import run_loop
 

@@ -14,18 +14,17 @@ from shardwise.data.cursor import Cursor
 from shardwise.data.feed import MicroBatch, StepBatch
 from shardwise.layout import Layout
 from shardwise.models import decoder
-from shardwise.parallel.blocks import find_blocks
+from shardwise.parallel.apply import Place
 from shardwise.parallel.gradsync import NoSync
 from shardwise.parallel.optimizer import Optimized
-from shardwise.parallel.place import Place
-from shardwise.parallel.recompute import recompute_block
+from shardwise.parallel.recompute import find_blocks, recompute_block
 from shardwise.parallel.stage_plan import check_pipeline, cut_layers
 from shardwise.parallel.stages import count_layers, find_layers, split_stages
 from shardwise.plans import Plan
 from shardwise.plans.catalogue import DecoderConfig
 from shardwise.plans.plan import Pipeline
 from shardwise.testing import run_ranks
-from shardwise.training.length import Length
+from shardwise.training.reading import Length
 from shardwise.training.step.pipeline import PipelineStep
 from shardwise.training.step.step import Autocast, StepParts
 from shardwise.training.step.update import Updated

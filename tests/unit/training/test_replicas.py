@@ -13,7 +13,7 @@ from shardwise.errors import TrainingError
 from shardwise.parallel.gradsync import local
 from shardwise.planner.settle import Device, settle
 from shardwise.runs import EventLog
-from shardwise.runs.timeline import Timeline
+from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
 from shardwise.training.loop import run_loop
 from shardwise.training.replicas import ReplicaSpec

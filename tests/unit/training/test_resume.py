@@ -18,12 +18,11 @@ from shardwise.checkpoint import CheckpointError, DamagedError, read_manifest
 from shardwise.planner.settle import Device, settle
 from shardwise.plans import Precision
 from shardwise.runs import EventLog
-from shardwise.runs.keep import Keep, parse_keep
-from shardwise.runs.timeline import Timeline
+from shardwise.runs.directory import Keep, parse_keep
+from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
 from shardwise.training.loop import run_loop
-from shardwise.training.saving import SavingSpec
-from shardwise.training.stop import StoppedError
+from shardwise.training.saving import SavingSpec, StoppedError
 
 FP64 = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp64")
 SAVED, STEPS = 3, 6

@@ -16,7 +16,7 @@ from shardwise.errors import TrainingError
 from shardwise.parallel.support import require_supported
 from shardwise.plans import Communication, Plan
 from shardwise.runs import EventLog, RunDirectory
-from shardwise.runs.timeline import Timeline
+from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
 from shardwise.training.loop import run_loop
 

@@ -11,11 +11,11 @@ from shardwise.checkpoint import read_manifest
 from shardwise.checkpoint.convert.convert import convert, open_contents
 from shardwise.planner.settle import Device, settle
 from shardwise.runs import EventLog
-from shardwise.runs.timeline import Timeline
+from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
 from shardwise.training.loop import run_loop
 from shardwise.training.saving import SavingSpec
-from shardwise.training.user_state import join_state, split_state
+from shardwise.training.state import join_state, split_state
 
 STATE = {
     "seen": 3,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardwise.bench.comm.bus_bandwidth import KINDS, count_of, size_of
+from shardwise.bench.comm.spec import KINDS, count_of, size_of
 from shardwise.errors import InputError, nearest
 
 if TYPE_CHECKING:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shardwise.bench.comm.bus_bandwidth import OPERATIONS, TYPES, bandwidths
-from shardwise.bench.comm.ceiling import Ceiling  # noqa: TC001 - read at run time by msgspec
+import msgspec
+
+from shardwise.bench.comm.limits import Ceiling  # noqa: TC001 - read at run time by msgspec
+from shardwise.bench.comm.spec import OPERATIONS, TYPES, bandwidths, written_size
+from shardwise.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     from shardwise.bench.timing import Timing
 
@@ -144,3 +151,169 @@ def _all_lack(
     """Whether everything with an operation, or with a dtype, is missing."""
     cases = [case for case in asked if (operation and case[0] == operation) or (dtype and case[1] == dtype)]
     return bool(cases) and lacks.issuperset(cases)
+
+
+# A sweep of collectives as a table: the columns of nccl-tests, on a terminal and as CSV.
+
+
+COLUMNS = (
+    ("collective", 14, ""),
+    ("group", 9, ""),
+    ("mode", 5, ""),
+    ("size", 11, "(B)"),
+    ("count", 11, "(elements)"),
+    ("type", 8, ""),
+    ("redop", 6, ""),
+    ("root", 4, ""),
+    ("time", 9, "(us)"),
+    ("min", 9, "(us)"),
+    ("p99", 9, "(us)"),
+    ("algbw", 7, "(GB/s)"),
+    ("busbw", 7, "(GB/s)"),
+    ("#wrong", 6, ""),
+)
+"""Name, width and unit; those of nccl-tests keep its names."""
+_LEFT = 3
+"""Columns that are words."""
+_OPTIONAL = {"group": "world", "mode": "sync"}
+"""Columns that are not shown while they say nothing else than this."""
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """Return one line's cells, in the order of COLUMNS."""
+    times = (f"{number:.1f}" for number in (row.time_us, row.min_us, row.p99_us))
+    rates = (f"{number:.2f}" for number in (row.algbw, row.busbw))
+    words = (row.collective, row.group, row.mode, str(row.size), str(row.count), row.type, row.redop, str(row.root))
+    return (*words, *times, *rates, str(row.wrong))
+
+
+def shown_columns(rows: Sequence[Row]) -> list[int]:
+    """Return which columns say something about these rows."""
+    return [
+        index
+        for index, (name, _, _) in enumerate(COLUMNS)
+        if name not in _OPTIONAL or any(getattr(row, name) != _OPTIONAL[name] for row in rows)
+    ]
+
+
+def table_lines(rows: Sequence[Row]) -> list[str]:
+    """Return the table for a terminal: names, units, then one line a row."""
+    shown = shown_columns(rows)
+
+    def line(texts: Sequence[str]) -> str:
+        padded = (
+            texts[index].ljust(COLUMNS[index][1]) if index < _LEFT else texts[index].rjust(COLUMNS[index][1])
+            for index in shown
+        )
+        return " ".join(padded).rstrip()
+
+    heads = [line([column[0] for column in COLUMNS]), line([column[2] for column in COLUMNS])]
+    return [*heads, *(line(cells(row)) for row in rows)]
+
+
+def csv_text(rows: Iterable[Row]) -> str:
+    """Return all rows as CSV with a header; units are in the names."""
+    names = ("collective", "group", "ranks", "mode", "size_bytes", "count", "type", "redop", "root")
+    numbers = ("time_us", "min_us", "p99_us", "algbw_gbs", "busbw_gbs", "wrong", "repeats")
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([*names, *numbers])
+    for row in rows:
+        writer.writerow(
+            [row.collective, row.group, row.ranks, row.mode, row.size, row.count, row.type, row.redop, row.root]
+            + [f"{number:.3f}" for number in (row.time_us, row.min_us, row.p99_us)]
+            + [f"{number:.4f}" for number in (row.algbw, row.busbw)]
+            + [row.wrong, row.repeats]
+        )
+    return out.getvalue()
+
+
+# A sweep beside an earlier one: which measurements are slower, by more than both runs vary.
+
+
+VERSION = 1
+"""Of what --json writes."""
+TOLERATED = 0.1
+"""How much slower is no news, however little both runs vary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Earlier:
+    """What is read of the JSON of an earlier run."""
+
+    version: int
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One measurement of both runs."""
+
+    row: Row
+    earlier_us: float
+    ratio: float
+    """Of the median times, this run's to the earlier one's."""
+    is_regression: bool
+    """Slower in median and minimum, by more than a tenth and than both runs vary."""
+
+    @property
+    def words(self) -> str:
+        """Say it in one line."""
+        row = self.row
+        what = [row.collective, written_size(row.size), row.type, row.redop, row.mode, f"in {row.group}"]
+        named = " ".join(part for part in what if part != "none")
+        return f"{named}: {self.earlier_us:.0f} -> {row.time_us:.0f} us ({self.ratio - 1:+.0%})"
+
+
+def read_earlier(path: Path) -> Earlier:
+    """Read what an earlier run wrote with --json; anything else is refused."""
+    again = "write it with: shardwise bench comm --json"
+    try:
+        earlier = msgspec.json.decode(path.read_bytes(), type=Earlier)
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read ({error.strerror})",
+            code="bench.baseline-read-failed",
+            fix="name the JSON of an earlier run",
+        ) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"{path} is not the JSON of an earlier run ({error})", code="bench.baseline-invalid", fix=again
+        ) from error
+    if earlier.version != VERSION:
+        raise InputError(
+            f"{path} has version {earlier.version}, and {VERSION} is known", code="bench.baseline-version", fix=again
+        )
+    for index, row in enumerate(earlier.rows):
+        numbers = (row.time_us, row.min_us, row.p99_us, row.spread)
+        if not all(math.isfinite(number) and number >= 0 for number in numbers) or not row.time_us * row.min_us:
+            raise InputError(
+                f"{path}: row {index} ({row.collective}) has a time of {row.time_us} us",
+                code="bench.baseline-time-invalid",
+                fix=again,
+            )
+    return earlier
+
+
+def compare(rows: Iterable[Row], earlier: Sequence[Row], path: Path) -> list[Change]:
+    """Return every measurement that both runs have; none in common is refused."""
+    before = {row.key: row for row in earlier}
+    changes = [_change(row, before[row.key]) for row in rows if row.key in before]
+    if not changes:
+        raise InputError(
+            f"{path} has no measurement in common with this run",
+            code="bench.baseline-no-overlap",
+            fix="use the --nproc, --sizes, --dtypes, --ops and --group of then",
+        )
+    return changes
+
+
+def _change(row: Row, before: Row) -> Change:
+    ratio = row.time_us / before.time_us
+    slower = ratio - 1 > max(TOLERATED, row.spread + before.spread)
+    return Change(
+        row=row,
+        earlier_us=before.time_us,
+        ratio=ratio,
+        is_regression=slower and row.min_us / before.min_us > 1 + TOLERATED,
+    )

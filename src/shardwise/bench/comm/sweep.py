@@ -10,17 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.bench.comm.bus_bandwidth import KINDS, OPERATIONS, TYPES
-from shardwise.bench.comm.ceiling import find_ceiling, higher
-from shardwise.bench.comm.check import count_wrong
+from shardwise.bench.comm.check import check_all, count_wrong, refuse_missing
 from shardwise.bench.comm.collectives import CollectiveSpec, prepare
-from shardwise.bench.comm.memory import require_room
+from shardwise.bench.comm.limits import find_ceiling, higher, require_room
 from shardwise.bench.comm.result import CommMeasurement, row_of
-from shardwise.bench.comm.spec import group_ranks, written_size
-from shardwise.bench.comm.support import check_all, refuse_missing
-from shardwise.bench.measure import slowest, time_collective
-from shardwise.bench.places import rank_device
-from shardwise.bench.report.facts import machine_facts
+from shardwise.bench.comm.spec import KINDS, OPERATIONS, TYPES, group_ranks, written_size
+from shardwise.bench.report.findings import machine_facts, rank_device
+from shardwise.bench.timing import slowest, time_collective
 from shardwise.dist import world as open_world
 from shardwise.dist.stores import PrefixStore
 from shardwise.dist.world import running_group

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.bench.explain.cases import CASES
 from shardwise.bench.explain.ddp import RATE, record_step
-from shardwise.bench.places import rank_device
+from shardwise.bench.report.findings import rank_device
 from shardwise.dist import world as open_world
 from shardwise.errors import InputError, nearest
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shardwise.bench.p2p.pairs import WINDOW
 from shardwise.bench.p2p.verdict import ACROSS_NODES, SAME_NODE, SLOW, find_slow, in_rate, in_time, in_words, kind_of
 from shardwise.bench.p2p.ways import WAYS
-from shardwise.bench.report.axes import in_bytes
+from shardwise.bench.report.draw import in_bytes
 from shardwise.bench.report.findings import Findings, Heat, Section, Table
 
 if TYPE_CHECKING:

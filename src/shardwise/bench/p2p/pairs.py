@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from shardwise.bench.p2p.verdict import find_slow
 from shardwise.bench.p2p.ways import WAYS
-from shardwise.bench.places import rank_device
+from shardwise.bench.report.findings import rank_device
 from shardwise.bench.timing import Timing, wait_for
 from shardwise.dist import world as open_world
 from shardwise.dist.world import running_group
 from shardwise.errors import InputError
-from shardwise.hardware.memory import available_memory
+from shardwise.hardware.probe import available_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable

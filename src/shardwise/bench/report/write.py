@@ -2,16 +2,116 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from typing import TYPE_CHECKING
 
+from shardwise.bench.report.draw import in_bytes, in_digits
+from shardwise.bench.report.findings import Bars, Heat, Plot, Table
 from shardwise.bench.report.html import html_of
-from shardwise.bench.report.markdown import markdown_of
 from shardwise.errors import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from shardwise.bench.report.findings import Findings
+    from shardwise.bench.report.findings import Findings, Section
+
+
+# Findings as Markdown: the same words and tables; of a plot a few points, of bars and heat maps every value.
+
+
+_FEW = 9
+"""Points of a plot that are written."""
+
+
+def markdown_of(findings: Findings) -> str:
+    """Return the whole document, in GitHub's flavour."""
+    blocks = [f"# {_words(findings.title)}", f"**{_prose(findings.verdict)}**"]
+    for section in findings.sections:
+        blocks += _section(section)
+    if findings.facts:
+        blocks += ["## Machine", _table(("", ""), findings.facts)]
+    if findings.method:
+        blocks += ["## Method", "\n".join(f"- {_prose(sentence)}" for sentence in findings.method)]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _section(section: Section) -> list[str]:
+    blocks = [f"## {_words(section.title)}", *(_prose(line) for line in section.text.splitlines() if line.strip())]
+    for part in section.parts:
+        blocks += _part(part)
+    return blocks
+
+
+def _part(part: Plot | Bars | Heat | Table) -> list[str]:
+    if isinstance(part, Table):
+        return [_table(part.header, part.rows)]
+    if isinstance(part, Plot):
+        return [_caption(part.title, part.y_label), _plot(part)]
+    if isinstance(part, Bars):
+        rows = [(label, *(in_digits(value) for value in values), in_digits(sum(values))) for label, values in part.rows]
+        return [_caption(part.title, part.unit), _table(("", *part.parts, "together"), rows)]
+    return [_caption(part.title, part.unit), _table(("", *part.column_labels), _heat_rows(part))]
+
+
+def _caption(title: str, unit: str) -> str:
+    return f"**{_words(title)}**" + (f" ({_words(unit)})" if unit else "")
+
+
+def _plot(plot: Plot) -> str:
+    """Return a table of a few places, those where most of the lines have a point."""
+    values = [dict(one.points) for one in plot.series]
+    seen = Counter(x for line in values for x in line)
+    most = max(seen.values(), default=0)
+    places = _spread(sorted(x for x, count in seen.items() if count == most))
+    rows = [
+        (
+            in_bytes(x) if plot.x_is_bytes else in_digits(x),
+            *(in_digits(line[x]) if x in line else "" for line in values),
+        )
+        for x in places
+    ]
+    return _table((plot.x_label, *(one.name for one in plot.series)), rows) if rows else "no values"
+
+
+def _spread(places: Sequence[float]) -> list[float]:
+    """Return the ends and what lies evenly between them."""
+    if len(places) <= _FEW:
+        return list(places)
+    return [places[round(index * (len(places) - 1) / (_FEW - 1))] for index in range(_FEW)]
+
+
+def _heat_rows(heat: Heat) -> list[tuple[str, ...]]:
+    return [
+        (
+            label,
+            *(
+                "" if value is None else in_digits(value) + (" (!)" if (number, place) in heat.marked else "")
+                for place, value in enumerate(row)
+            ),
+        )
+        for number, (label, row) in enumerate(zip(heat.row_labels, heat.values, strict=True))
+    ]
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(_words(cell) for cell in line) + " |" for line in lines)
+
+
+def _prose(words: str) -> str:
+    """Return words with nothing in them that Markdown takes for its own, but code between backticks."""
+    return "".join(part if part.startswith("`") else _words(part) for part in re.split(r"(`[^`]+`)", words))
+
+
+def _words(words: str) -> str:
+    """Return words on one line, as Markdown will show them; an underscore inside a name is only a letter there."""
+    flat = " ".join(words.split())
+    kept = re.sub(r"[\\`*\[\]|]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", flat).replace("<", "&lt;")
+    pad = (" " if words[:1].isspace() else "", " " if words[-1:].isspace() else "")
+    return pad[0] + kept + pad[1] if kept else kept
+
 
 _WRITERS = {".html": html_of, ".md": markdown_of}
 

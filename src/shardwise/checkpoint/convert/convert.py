@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING
 from shardwise.checkpoint.adapters import merged, only_adapters
 from shardwise.checkpoint.convert import dcp as convert_dcp
 from shardwise.checkpoint.convert import deepspeed as convert_deepspeed
-from shardwise.checkpoint.convert import deepspeed_ranks, deepspeed_universal
+from shardwise.checkpoint.convert import deepspeed_universal
+from shardwise.checkpoint.convert import deepspeed_write as deepspeed_ranks
 from shardwise.checkpoint.convert import hugging_face as convert_hf
 from shardwise.checkpoint.convert import mlx as convert_mlx
 from shardwise.checkpoint.convert import own as convert_own
 from shardwise.checkpoint.convert import peft as convert_peft
 from shardwise.checkpoint.convert import torch_file as convert_torch
 from shardwise.checkpoint.convert.contents import BATCH_BYTES, Contents, bytes_of, find_ties
-from shardwise.checkpoint.convert.dcp_metadata import METADATA
-from shardwise.checkpoint.convert.deepspeed_files import is_deepspeed
+from shardwise.checkpoint.convert.dcp import METADATA
+from shardwise.checkpoint.convert.deepspeed import is_deepspeed
 from shardwise.checkpoint.disk import sync_folder, write_synced
-from shardwise.checkpoint.errors import explained
+from shardwise.checkpoint.errors import explained, parse_name
 from shardwise.checkpoint.folder import find_checkpoints
-from shardwise.checkpoint.names import parse_name
 from shardwise.errors import InputError, nearest
 
 if TYPE_CHECKING:

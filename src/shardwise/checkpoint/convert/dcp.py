@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import io
 import math
+import pickle
 import warnings
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from shardwise.checkpoint.convert.contents import form_from
-from shardwise.checkpoint.convert.dcp_metadata import read_listing
 from shardwise.checkpoint.convert.nested import gather, nest, sort_out
 from shardwise.checkpoint.convert.torch_file import load_plain
 from shardwise.checkpoint.disk import sync_folder
 from shardwise.checkpoint.errors import CheckpointError, DamagedError
+from shardwise.checkpoint.manifest import MAX_BYTES, read_regular
+from shardwise.errors import InputError
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable
 
     from torch import Tensor
 
     from shardwise.checkpoint.convert.contents import Contents
-    from shardwise.checkpoint.convert.dcp_metadata import Stored, StoredTensor
+    from shardwise.checkpoint.convert.nested import Key
 
 
 def read(path: Path) -> Contents:
@@ -82,3 +86,181 @@ def _load(folder: Path, where: Stored) -> Any:
     if len(data) != where.length:
         raise DamagedError(f"{path} ends before byte {where.offset + where.length}", code="checkpoint.file-truncated")
     return load_plain(io.BytesIO(data), str(path))
+
+
+# The `.metadata` of a torch.distributed.checkpoint folder, a pickle, read so that it can do nothing but be data.
+
+
+METADATA = ".metadata"
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "MetadataIndex",
+        "StorageMeta",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties"},  # up to torch 2.3
+}
+"""The classes that DCP writes. Each is read as a bare record: nothing of torch's is made or called."""
+_FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): str,
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): int,
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): int,
+    ("collections", "OrderedDict"): dict,
+}
+_PATHS = {("pathlib", "PosixPath"), ("pathlib", "Path"), ("pathlib._local", "PosixPath")}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a piece lies: `length` bytes from `offset` on in one file of the folder, as torch.save wrote them."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor, and the boxes that fill it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...], Stored], ...]
+    """Offsets and shape in the whole tensor, and where the values are."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a folder holds, by its place in the nested state that was saved."""
+
+    tensors: dict[Key, StoredTensor]
+    values: dict[Key, Stored]
+
+
+class _Record:
+    """What stands for an object of the pickle: its fields, and nothing that could be called."""
+
+
+class _Properties(_Record):
+    """The properties of a tensor, which pickle as a tuple that begins with the dtype."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.dtype = state[0]
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, file: Any, origin: Path) -> None:
+        super().__init__(file)
+        self._origin = origin
+        self._made: dict[tuple[str, str], Any] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _RECORDS.get(module, ()):
+            # A class of its own for every reading: whatever the pickle does to it ends with it.
+            return self._made.setdefault((module, name), type(name, (_base(name),), {}))
+        if (module, name) in _FUNCTIONS:
+            return _FUNCTIONS[module, name]
+        if (module, name) in _PATHS:
+            return self._made.setdefault((module, name), type("Path", (str,), {"__new__": _join}))
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        raise InputError(
+            f"{self._origin} asks for {module}.{name}, which no checkpoint needs; nothing of it was run",
+            code="checkpoint.contains-code",
+            fix="do not use this folder",
+        )
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise InputError(
+            f"{self._origin} refers to {pid!r} outside of it",
+            code="checkpoint.path-escapes",
+            fix="do not use this folder",
+        )
+
+
+def _base(name: str) -> type[_Record]:
+    return _Properties if name == "TensorProperties" else _Record
+
+
+def _join(cls: type[str], *parts: object) -> str:
+    return str.__new__(cls, PurePosixPath(*map(str, parts)))
+
+
+def read_listing(folder: Path) -> Listing:
+    """Read and check the `.metadata` of a folder; whatever is wrong with it is a DamagedError or an InputError."""
+    path = folder / METADATA
+    try:
+        data = read_regular(path, MAX_BYTES)
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read ({error.strerror})", code="checkpoint.read-failed") from None
+    try:
+        return _listing(folder, _Reader(io.BytesIO(data), path).load())
+    except (pickle.UnpicklingError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedError(
+            f"{path} is no metadata of a checkpoint ({type(error).__name__}: {error})",
+            code="checkpoint.metadata-invalid",
+        ) from None
+    except (EOFError, RecursionError, MemoryError, ImportError, AssertionError) as error:
+        raise DamagedError(
+            f"{path} is no metadata of a checkpoint ({type(error).__name__})", code="checkpoint.metadata-invalid"
+        ) from None
+
+
+def _listing(folder: Path, metadata: Any) -> Listing:
+    places = metadata.planner_data or {}
+    stored: dict[tuple[str, tuple[int, ...]], Stored] = {}
+    for index, info in metadata.storage_data.items():
+        offset = tuple(map(int, getattr(index, "offset", None) or ()))  # fields that are None are not written
+        stored[str(index.fqn), offset] = _stored(folder, info)
+    listing = Listing({}, {})
+    for name, entry in metadata.state_dict_metadata.items():
+        key = tuple(each if isinstance(each, int) else str(each) for each in places.get(name, (name,)))
+        if hasattr(entry, "chunks"):
+            listing.tensors[key] = _tensor(str(name), entry, stored)
+        else:
+            listing.values[key] = stored[name, ()]
+    return listing
+
+
+def _stored(folder: Path, info: Any) -> Stored:
+    file = str(info.relative_path)
+    if Path(file).name != file or file in {"", ".", ".."}:
+        raise InputError(
+            f"{folder / METADATA} refers to {file!r} outside of it",
+            code="checkpoint.path-escapes",
+            fix="do not use this folder",
+        )
+    if getattr(info, "transform_descriptors", None):
+        raise InputError(
+            f"{folder / file} is compressed or encrypted by an extension",
+            code="checkpoint.dcp-extension",
+            fix="save it without",
+        )
+    return Stored(file, int(info.offset), int(info.length))
+
+
+def _tensor(name: str, entry: Any, stored: dict[tuple[str, tuple[int, ...]], Stored]) -> StoredTensor:
+    dtype, shape = entry.properties.dtype, tuple(map(int, entry.size))
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name} has dtype {dtype!r}")
+    chunks = []
+    for chunk in entry.chunks:
+        offsets, sizes = tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))
+        if not len(offsets) == len(sizes) == len(shape) or any(
+            offset < 0 or size < 0 or offset + size > whole
+            for offset, size, whole in zip(offsets, sizes, shape, strict=True)
+        ):
+            raise ValueError(f"{name} has a chunk outside of it")
+        where = stored[name, offsets]
+        if where.length < math.prod(sizes) * dtype.itemsize:
+            raise ValueError(f"{name} has a chunk of {where.length} bytes, too few")
+        chunks.append((offsets, sizes, where))
+    if sum(math.prod(sizes) for _, sizes, _ in chunks) != math.prod(shape):
+        raise ValueError(f"{name} has chunks that do not add up to it")
+    return StoredTensor(dtype, shape, tuple(chunks))

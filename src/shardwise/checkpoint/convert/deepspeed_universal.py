@@ -7,9 +7,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.convert.deepspeed import WEIGHTS, Flat, Source, alone, is_flat, shapes_of
-from shardwise.checkpoint.convert.deepspeed_files import LATEST_UNIVERSAL, MODEL_STATES, ZERO, load_file, model_files
-from shardwise.checkpoint.convert.deepspeed_optimizer import VERSION, Optimized, save
+from shardwise.checkpoint.convert.deepspeed import (
+    LATEST_UNIVERSAL,
+    MODEL_STATES,
+    WEIGHTS,
+    ZERO,
+    Flat,
+    Source,
+    alone,
+    is_flat,
+    load_file,
+    model_files,
+    shapes_of,
+)
+from shardwise.checkpoint.convert.deepspeed_write import VERSION, Optimized, save
 from shardwise.checkpoint.disk import sync_folder, write_synced
 from shardwise.errors import InputError, some_of
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from shardwise.checkpoint.convert.contents import BATCH_BYTES, Contents
 from shardwise.checkpoint.dtypes import DTYPES
-from shardwise.checkpoint.fill import Filling
+from shardwise.checkpoint.errors import name_of
 from shardwise.checkpoint.folder import CheckpointFolder, find_checkpoints
+from shardwise.checkpoint.load import Filling
 from shardwise.checkpoint.manifest import read_manifest
-from shardwise.checkpoint.names import name_of
 from shardwise.checkpoint.save import Draft
 from shardwise.checkpoint.shard import ShardLayout
 from shardwise.errors import InputError

@@ -11,8 +11,7 @@ from shardwise.checkpoint.convert import hugging_face as convert_hf
 from shardwise.checkpoint.convert.contents import MODEL, Contents
 from shardwise.checkpoint.disk import sync_file, sync_folder, write_synced
 from shardwise.errors import InputError
-from shardwise.job.lora import adapted_modules, is_adapter
-from shardwise.job.peft_config import CONFIG, PREFIX, WEIGHTS, config_json, read_config
+from shardwise.job.lora import CONFIG, PREFIX, WEIGHTS, adapted_modules, config_json, is_adapter, read_config
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

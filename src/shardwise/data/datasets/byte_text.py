@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from shardwise.data.datasets.split import check_split
+from shardwise.data.datasets.images import check_split
 from shardwise.errors import DataError
 
 if TYPE_CHECKING:

@@ -207,7 +207,7 @@ def _wait_for_checkpoint(fault: Fault) -> int:
     if not fault.saved:
         return 0
     from shardwise.checkpoint import CheckpointFolder
-    from shardwise.checkpoint.names import parse_name
+    from shardwise.checkpoint.errors import parse_name
 
     deadline = time.monotonic() + _PATIENCE_S
     while True:

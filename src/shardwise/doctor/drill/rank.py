@@ -8,8 +8,7 @@ import msgspec
 
 from shardwise.doctor.drill.faults import Fault, arm
 from shardwise.environment import identify
-from shardwise.launcher.local.main_module import become, execute
-from shardwise.launcher.local.target import Module, Script
+from shardwise.launcher.local.target import Module, Script, become, execute
 
 
 class DrillOrder(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,22 +8,22 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.doctor.guard.crowding import look_at_cores
 from shardwise.doctor.guard.hang import decide, describe_ends, missing_ranks, waiting_ranks
 from shardwise.doctor.guard.looking import RankView
 from shardwise.doctor.guard.mismatch import Comparison
 from shardwise.doctor.guard.neighbours import Neighbours
-from shardwise.doctor.guard.partition import describe_partition
-from shardwise.doctor.guard.separate import describe_separate
-from shardwise.doctor.guard.straggler import Skew
+from shardwise.doctor.guard.replicas import describe_partition
+from shardwise.doctor.guard.straggler import Skew, look_at_cores
 from shardwise.runs import EventLog
+from shardwise.runs.calls import ENOUGH_SEPARATE_STEPS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from shardwise.doctor.guard.hang import RankStatus
     from shardwise.doctor.guard.neighbours import Exchange
     from shardwise.runs import RunDirectory
+
 
 _LOOK_S = 1.0
 _LOOKS_PER_LIMIT = 8
@@ -218,3 +218,28 @@ class Guard:
     def places(self) -> str:
         """Return where each rank was last, once they have ended; empty if none has made a call."""
         return describe_ends([view.status() for view in self._views.values()])
+
+
+# Ranks that train separately: each makes optimizer steps, and none has started a process group.
+
+
+_FIX = (
+    "call torch.distributed.init_process_group() and synchronize gradients, for example with"
+    " DistributedDataParallel (examples/01-ddp-basics), or use one process if separate models are what you want"
+)
+
+
+def describe_separate(steps: Mapping[int, int], *, has_peers: bool, is_over: bool) -> str:
+    """Return the note on ranks that train separately, from their optimizer steps without a process group; or nothing.
+
+    `has_peers` if other nodes have ranks too. While ranks run, some steps may be a warm-up before the group starts.
+    """
+    if not steps or (len(steps) == 1 and not has_peers):
+        return ""
+    if min(steps.values()) < (1 if is_over else ENOUGH_SEPARATE_STEPS):
+        return ""
+    ranks = f"ranks {min(steps)} to {max(steps)} each train" if len(steps) > 1 else f"rank {min(steps)} trains"
+    return (
+        f"{ranks} a separate copy of the model: the script has not started a process group, so nothing is synchronized,"
+        f" and files that ranks write under one name overwrite each other: {_FIX}"
+    )

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 from shardwise.doctor.guard.stacks import DATA, Activity
 from shardwise.runs.call_reader import Call  # noqa: TC001 - read at run time by msgspec
-from shardwise.runs.call_text import call_words
-from shardwise.runs.calls import MEETINGS, GroupKey
-from shardwise.runs.places import short
-from shardwise.runs.rank_words import name_ranks
+from shardwise.runs.calls import MEETINGS, GroupKey, call_words
+from shardwise.runs.console import name_ranks, short
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

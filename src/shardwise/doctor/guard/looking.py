@@ -18,8 +18,7 @@ from shardwise.doctor.guard.stacks import (
 )
 from shardwise.runs import calls
 from shardwise.runs.call_reader import Call, CallReader
-from shardwise.runs.recorder import last_mark
-from shardwise.runs.stack_text import parse_stack
+from shardwise.runs.recorder import last_mark, parse_stack
 
 if TYPE_CHECKING:
     from shardwise.runs import RunDirectory

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.runs.stack_text import user_frame
+from shardwise.runs.recorder import user_frame
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from shardwise.runs.stack_text import Stack
+    from shardwise.runs.recorder import Stack
 
 DATA = "waits for data"
 _SAVES = "saves or loads a checkpoint"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
+import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shardwise.doctor.network.addresses import choose_road, lost_pairs, open_pairs, turns
 from shardwise.doctor.network.facts import (
     Clock,
     HostFacts,
@@ -18,20 +18,25 @@ from shardwise.doctor.network.facts import (
     PortFacts,
     Problem,
     Reached,
+    StorageFacts,
+    choose_road,
+    count_hosts,
+    lost_pairs,
+    open_pairs,
+    turns,
 )
-from shardwise.doctor.network.host_names import count_hosts
-from shardwise.doctor.network.matrix import slow_links
+from shardwise.doctor.network.link_checks import slow_links
 from shardwise.doctor.network.probe import LOOKUP_S, REACH_S
 from shardwise.doctor.network.session import ANSWER_S, Order, Probes, ProbeSession
-from shardwise.doctor.network.storage import store_all
 from shardwise.launcher.ssh.checks import explain_end, find_here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from shardwise.doctor.network.facts import Pair, Road
-    from shardwise.launcher.ssh.hosts import HostSpec
+    from shardwise.launcher.ssh.run import HostSpec
+
 
 _LOGIN_S = 20.0
 _MARGIN_S = 3.0
@@ -254,3 +259,43 @@ def label_hosts(hosts: Sequence[HostSpec]) -> list[str]:
         host.name if names.count(host.name) == 1 else f"{host.user or 'you'}@{host.name}:{host.port or 22}"
         for host in hosts
     ]
+
+
+# Whether a folder is the same storage on all hosts: one writes a word that only we know, all look for it.
+
+
+_NAME = ".shardwise-doctor-"
+
+
+def store_all(hub: Probes, facts: Mapping[str, HostFacts], folders: Sequence[str]) -> tuple[StorageFacts, ...]:
+    """Have one host write into each folder and all read it; the file is removed whatever happens."""
+    return tuple(_store(hub, facts, folder) for folder in folders)
+
+
+def _store(hub: Probes, facts: Mapping[str, HostFacts], folder: str) -> StorageFacts:
+    file, text = {"folder": folder, "name": _NAME + secrets.token_hex(8)}, secrets.token_hex(16)
+    having = [host for host, its in facts.items() if folder in its.folders]
+    missing = tuple(host for host in facts if host not in having)
+    refusal = "no host has it"
+    for writer in having:
+        try:
+            written = hub.question({writer: {"type": "write", **file, "text": text}}, ANSWER_S).get(writer)
+            refusal = "no answer" if written is None else written["refusal"]
+            if not refusal:
+                readers = _readers(hub, having, file, text)
+                return StorageFacts(folder=folder, writer=writer, readers=readers, missing=missing)
+        finally:  # by all, since the writer may be gone
+            hub.question({host: {"type": "remove", **file} for host in having}, ANSWER_S)
+    return StorageFacts(folder=folder, missing=missing, refusal=refusal)
+
+
+def _readers(hub: Probes, hosts: Sequence[str], file: Mapping[str, str], text: str) -> tuple[str, ...]:
+    """Return who reads what was written; a file system of the network may show it a little late."""
+    found: set[str] = set()
+    for pause_s in (0.0, 0.5, 1.5):
+        if set(hosts) - found:
+            time.sleep(pause_s)
+            asked = {host: {"type": "read", **file} for host in hosts if host not in found}
+            replies = hub.question(asked, ANSWER_S)
+            found |= {host for host, reply in replies.items() if reply["text"] == text}
+    return tuple(host for host in hosts if host in found)

@@ -22,7 +22,7 @@ from shardwise.launcher.ssh.session import NO_PYTHON, STDERR, Session, Sessions,
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from shardwise.launcher.ssh.hosts import HostSpec
+    from shardwise.launcher.ssh.run import HostSpec
 
 Order = dict[str, Any]
 ANSWER_S = 10.0

@@ -6,14 +6,12 @@ import re
 import signal
 from typing import TYPE_CHECKING, Literal
 
-from shardwise.doctor.check import Verdict, fail, ok, warn
+from shardwise.doctor.catalogue import Verdict, fail, ok, warn
 from shardwise.doctor.guard.hang import describe_ends
-from shardwise.launcher.local.evidence import find_mismatch
+from shardwise.launcher.explain import find_mismatch
 from shardwise.launcher.policy import RankExit, root_cause
-from shardwise.runs.exitcodes import BAD_INPUT, PREEMPTED, describe_exit
-from shardwise.runs.known_errors import translate
-from shardwise.runs.places import short
-from shardwise.runs.rank_words import name_ranks
+from shardwise.runs.console import BAD_INPUT, PREEMPTED, describe_exit, name_ranks, short
+from shardwise.runs.failure import translate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.doctor.check import Verdict, fail, ok, warn
+from shardwise.doctor.catalogue import Verdict, fail, ok, warn
 from shardwise.doctor.guard.guard import GOES_ON
 from shardwise.doctor.guard.hang import decide
 from shardwise.doctor.run.cause import check_cause, kind_of_end, state_of
-from shardwise.doctor.run.nccl_log import effects
-from shardwise.doctor.run.transports import check_transports
-from shardwise.runs.rank_words import name_ranks
+from shardwise.doctor.run.nccl_log import check_transports, effects
+from shardwise.runs.console import name_ranks
 from shardwise.runs.recorder import PHASES
 
 if TYPE_CHECKING:

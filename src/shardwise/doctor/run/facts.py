@@ -15,7 +15,7 @@ import msgspec
 from shardwise.doctor.guard.looking import RankView
 from shardwise.doctor.run.nccl_log import NcclLog, read_nccl_log
 from shardwise.errors import InputError
-from shardwise.launcher.local.evidence import gather_evidence
+from shardwise.launcher.explain import gather_evidence
 from shardwise.launcher.policy import RankExit
 from shardwise.runs import RunDirectory
 from shardwise.runs.failure import Failure, read_failure

@@ -9,16 +9,13 @@ import torch
 from torch import nn
 
 from shardwise.engines.deepspeed.config import deepspeed_config
-from shardwise.engines.deepspeed.elementwise import require_elementwise
 from shardwise.engines.deepspeed.holding import Holding, Ranks
 from shardwise.engines.deepspeed.library import load_deepspeed
-from shardwise.engines.deepspeed.lower import compute_in
 from shardwise.engines.deepspeed.pieces import find_pieces
-from shardwise.engines.deepspeed.step import DeepSpeedStep, EngineSync
-from shardwise.engines.deepspeed.update import EngineUpdate
+from shardwise.engines.deepspeed.step import DeepSpeedStep, EngineSync, EngineUpdate, compute_in, require_elementwise
 from shardwise.errors import JobError
 from shardwise.parallel.apply import guard_convolutions, norm_batches, recompute
-from shardwise.parallel.norm import GradNorm
+from shardwise.parallel.gradsync import GradNorm
 from shardwise.parallel.optimizer import Optimized
 from shardwise.parallel.parameter_rules import attributes_of, restore_attributes
 from shardwise.parallel.sharded import LOWER
@@ -30,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from shardwise.job import Job
+    from shardwise.parallel.apply import Place
     from shardwise.parallel.blueprint import Blueprint
-    from shardwise.parallel.place import Place
     from shardwise.plans import Plan
     from shardwise.training.step.step import Surroundings
 

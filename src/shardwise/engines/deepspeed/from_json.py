@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from shardwise.engines.deepspeed.config import ELEMENT_BYTES, bucket_elements, bucket_megabytes
-from shardwise.engines.deepspeed.job_lines import job_notes
 from shardwise.engines.deepspeed.json_keys import (
     ACCUMULATION,
     ASIDE,
@@ -14,6 +13,7 @@ from shardwise.engines.deepspeed.json_keys import (
     MICRO_BATCH,
     REFUSED,
     is_off,
+    job_notes,
     known,
 )
 from shardwise.engines.deepspeed.json_text import parse

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise.errors import JobError
 from shardwise.parallel.collectives import all_gathered, own_part
 from shardwise.parallel.optimizer import host_mesh
-from shardwise.training.step.held import Held, counts_on_device
+from shardwise.training.step.module_step import Held, counts_on_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from shardwise.engines.deepspeed.pieces import Pieces
     from shardwise.parallel.weights import Weights
-    from shardwise.training.step.held import Forms
+    from shardwise.training.step.module_step import Forms
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,14 +9,12 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from shardwise.engines.mlx.batch_norm import foreign_batch_norms, share_batch_norms
-from shardwise.engines.mlx.form import form_of
+from shardwise.engines.mlx.arrays import foreign_batch_norms, form_of, share_batch_norms
 from shardwise.engines.mlx.functions import Forward, Gradient, norm_of, sum_over, update_by
 from shardwise.engines.mlx.holding import Trained
-from shardwise.engines.mlx.optimizer import make_groups
 from shardwise.engines.mlx.ring import join_group
 from shardwise.engines.mlx.step import Functions, MlxStep
-from shardwise.engines.mlx.weights import read_weights, share_weights
+from shardwise.engines.mlx.weights import make_groups, read_weights, share_weights
 from shardwise.errors import JobError, some_of
 from shardwise.job.generators import seed_generators
 
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardwise.dist import World
-    from shardwise.engines.mlx.batch_norm import BatchNorm
+    from shardwise.engines.mlx.arrays import BatchNorm
     from shardwise.job import Job
     from shardwise.plans import Plan
     from shardwise.training.step.step import Surroundings

@@ -10,8 +10,7 @@ import torch
 from mlx.utils import tree_flatten, tree_unflatten
 
 from shardwise.data.rows import map_tensors, others, tensors
-from shardwise.engines.mlx.arrays import to_mlx
-from shardwise.engines.mlx.batch_norm import counting
+from shardwise.engines.mlx.arrays import counting, to_mlx
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
     from mlx import nn, optimizers
 
     from shardwise.data.feed import MicroBatch
-    from shardwise.engines.mlx.batch_norm import BatchNorm
-    from shardwise.engines.mlx.form import Arrays, Form
+    from shardwise.engines.mlx.arrays import Arrays, BatchNorm, Form
     from shardwise.job import Job
 
 Gradients = list[mx.array]

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from mlx.utils import tree_map
 from torch import nn as torch_nn
 
-from shardwise.engines.mlx.optimizer import assign, read_states, write_states
+from shardwise.engines.mlx.weights import assign, read_states, write_states
 from shardwise.job.generators import host_states, seed_generators, set_host_states
 from shardwise.parallel.optimizer import Optimized
-from shardwise.training.step.held import Held
+from shardwise.training.step.module_step import Held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,12 +24,10 @@ if TYPE_CHECKING:
     from mlx import nn, optimizers
     from torch import Tensor
 
-    from shardwise.engines.mlx.batch_norm import BatchNorm
-    from shardwise.engines.mlx.form import Form
+    from shardwise.engines.mlx.arrays import BatchNorm, Form
     from shardwise.engines.mlx.functions import Gradients
-    from shardwise.engines.mlx.optimizer import Group
-    from shardwise.engines.mlx.weights import Origin
-    from shardwise.training.step.held import Forms
+    from shardwise.engines.mlx.weights import Group, Origin
+    from shardwise.training.step.module_step import Forms
 
 _STREAM = "mlx"
 """By this name checkpoints have the key that MLX draws from."""

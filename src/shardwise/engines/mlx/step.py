@@ -11,9 +11,9 @@ import mlx.core as mx
 from shardwise.engines.mlx import waits
 from shardwise.engines.mlx.arrays import to_torch
 from shardwise.engines.mlx.holding import Holding
-from shardwise.engines.mlx.optimizer import set_rates
+from shardwise.engines.mlx.weights import set_rates
 from shardwise.errors import some_of
-from shardwise.training.step.loss_check import refuse_uncounted
+from shardwise.training.step.first_step_checks import refuse_uncounted
 from shardwise.training.step.step import StepReport
 
 if TYPE_CHECKING:

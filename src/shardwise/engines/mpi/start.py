@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from shardwise.dist.stores import HashStore, TCPStore
 from shardwise.engines.mpi.group import MpiGroup
-from shardwise.engines.mpi.library import GROUP_NAME, load_mpi
 from shardwise.engines.mpi.progress import Progress
+from shardwise.engines.mpi.types import GROUP_NAME, load_mpi
 from shardwise.environment import MPI_STARTERS, Identity
 from shardwise.errors import ShardwiseError, WorldError
 

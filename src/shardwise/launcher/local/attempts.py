@@ -13,18 +13,15 @@ from typing import TYPE_CHECKING
 from shardwise.environment import base_environment, rank_environment
 from shardwise.errors import LaunchError
 from shardwise.hardware import usable_cores
-from shardwise.launcher.compile_cache import compile_cache
-from shardwise.launcher.explain import verdict
-from shardwise.launcher.local.evidence import find_mismatch, gather_evidence
-from shardwise.launcher.local.last_words import UNCAUGHT, last_words, unwritable
+from shardwise.launcher.explain import UNCAUGHT, find_mismatch, gather_evidence, last_words, unwritable, verdict
+from shardwise.launcher.local.processes import compile_cache
 from shardwise.launcher.local.starters import ForkStarter, Output, PlainStarter, Starter
 from shardwise.launcher.local.supervise import Observer, Outcome, supervise
 from shardwise.launcher.local.target import Program, Target
 from shardwise.launcher.policy import Decision, Finish, GiveUp, RankExit, Restart, decide
-from shardwise.runs.exitcodes import describe_exit
-from shardwise.runs.failure import read_failure
-from shardwise.runs.launch_events import LaunchLog, launch_log
-from shardwise.runs.variables import write_variables
+from shardwise.runs.console import describe_exit
+from shardwise.runs.events import LaunchLog, launch_log
+from shardwise.runs.failure import read_failure, write_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -9,7 +9,7 @@ from pathlib import Path
 import cloudpickle
 
 from shardwise.environment import identify
-from shardwise.launcher.local.fork import portable
+from shardwise.launcher.local.function import portable
 
 
 def main(folder: Path) -> None:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.environment import adopt, identify, num_threads
-from shardwise.launcher.local.main_module import become, execute
 from shardwise.launcher.local.processes import die_with_parent
+from shardwise.launcher.local.target import become, execute
 from shardwise.recorder import start_record
-from shardwise.recorder.fresh import listener_variables
+from shardwise.recorder.start import listener_variables
 from shardwise.runs import RunDirectory
+from shardwise.runs.directory import make_listener_folder
 from shardwise.runs.failure import describe_failure, write_failure
-from shardwise.runs.listener_folder import make_listener_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

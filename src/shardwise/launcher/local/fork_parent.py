@@ -14,10 +14,10 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.launcher.local.channel import Channel
 from shardwise.launcher.local.orders import (
     MEETING,
     STORE,
+    Channel,
     Ended,
     Order,
     Ready,
@@ -27,7 +27,7 @@ from shardwise.launcher.local.orders import (
     StartRank,
 )
 from shardwise.launcher.local.processes import become_reaper, kill_descendants
-from shardwise.runs.listener_folder import make_listener_folder, remove_listener_folder
+from shardwise.runs.directory import make_listener_folder, remove_listener_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

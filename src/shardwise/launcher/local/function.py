@@ -2,23 +2,133 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import pickle
+import signal
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from shardwise.environment import adopt, rank_environment
 from shardwise.errors import LaunchError, RankFailedError
 from shardwise.launcher.local.attempts import LOOPBACK, LaunchSpec, launch, loopback_listener
-from shardwise.launcher.local.fork import raise_failure, run_forked
-from shardwise.launcher.local.processes import start_fork
+from shardwise.launcher.local.processes import RankProcess, start_fork
+from shardwise.launcher.local.supervise import Outcome, supervise
 from shardwise.launcher.local.target import Module
-from shardwise.launcher.policy import root_cause
+from shardwise.launcher.policy import RankExit, root_cause
 from shardwise.runs import RunDirectory, Tail, create_run
+from shardwise.runs.console import INTERRUPTED, describe_exit
+from shardwise.runs.directory import use_listener_folder
+from shardwise.runs.failure import describe_failure, read_failure, write_failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+
+
+# Running a function on forked ranks: one import of torch serves them all.
+
+
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+_DUMP_S = 0.3
+"""Time for a stuck rank to write its stacks before it is killed."""
+
+
+def run_forked(
+    body: Callable[[int], Any], nproc: int, *, timeout_s: float | None, extra: Mapping[str, str] = _NOTHING
+) -> list[Any]:
+    """Run `body(rank)` in `nproc` forks of this process and return the results by rank.
+
+    The first failing rank's exception is raised here, with its traceback as a note. Results and exceptions
+    travel by pickle; closures need not. `extra` are environment variables for all ranks.
+    """
+    # As short as multiprocessing's own "pymp-": a Unix socket of a listener in it may have a path of 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="rank-") as name:
+        folder = Path(name)
+        processes = [
+            start_fork(rank, lambda rank=rank: _child(body, rank, nproc, folder, extra))  # type: ignore[misc]
+            for rank in range(nproc)
+        ]
+        outcome = supervise(
+            processes,
+            failure_of=lambda rank, _: read_failure(folder / f"{rank}.json"),
+            timeout_s=timeout_s,
+            before_kill=dump_stacks,
+        )
+        return take_results(outcome, nproc, folder, timeout_s)
+
+
+def _child(body: Callable[[int], Any], rank: int, nproc: int, folder: Path, extra: Mapping[str, str]) -> int:
+    use_listener_folder(str(folder))  # the parent removes it, also after a kill
+    adopt(rank_environment(rank=rank, world_size=nproc, local_rank=rank, local_world_size=nproc, extra=extra))
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        # OMP's threads did not survive the fork: a first parallel region in the child would wait for them.
+        torch.set_num_threads(1)
+    leave_result(lambda: body(rank), rank, folder)
+    return 0
+
+
+def leave_result(call: Callable[[], Any], rank: int, folder: Path) -> None:
+    """Make the call of one rank and leave its result in `folder`; a rank that raises leaves that, and ends here."""
+    with (folder / f"{rank}.stacks").open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        result = folder / f"{rank}.pickle"
+        try:
+            result.write_bytes(pickle.dumps(call()))
+        except BaseException as error:  # noqa: BLE001 - handed to the parent, which raises it
+            result.write_bytes(portable(error))
+            write_failure(folder / f"{rank}.json", describe_failure(error, rank))
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # here: letting go of the frames may wait for peers (DDP's destructor does)
+
+
+def portable(error: BaseException) -> bytes:
+    """Pickle an exception, or what can be said of one that does not travel."""
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)  # noqa: S301 - our own bytes: some exceptions pickle but do not unpickle
+    except Exception:  # noqa: BLE001 - any class may break in any way here
+        return pickle.dumps(RankFailedError(f"{type(error).__name__}: {error}", code="launch.rank-failed"))
+    return data
+
+
+def dump_stacks(process: RankProcess) -> None:
+    """Have a stuck rank write its stacks, or mpirun all of its ranks."""
+    os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(_DUMP_S)
+
+
+def take_results(outcome: Outcome, nproc: int, folder: Path, timeout_s: float | None) -> list[Any]:
+    """Return what the ranks of `outcome` left in `folder`, by rank, or raise what the first that failed raised."""
+    if outcome.interrupted:
+        raise KeyboardInterrupt(INTERRUPTED)
+    if outcome.timed_out:
+        stacks = "\n".join(f"rank {rank}:\n{(folder / f'{rank}.stacks').read_text()}" for rank in outcome.timed_out)
+        ranks = ", ".join(map(str, outcome.timed_out))
+        raise RankFailedError(
+            f"ranks {ranks} were still running after {timeout_s} s\n{stacks}", code="launch.rank-timeout"
+        )
+    cause = root_cause(outcome.exits)
+    if cause is not None:
+        raise_failure(cause, folder / f"{cause.rank}.pickle")
+    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(nproc)]  # noqa: S301 - our own child wrote it
+
+
+def raise_failure(cause: RankExit, path: Path) -> NoReturn:
+    """Raise the exception that a rank left at `path`, its traceback as a note; or say how else it ended."""
+    if cause.failure is None or not path.exists():
+        raise RankFailedError(
+            f"rank {cause.rank} ended with {describe_exit(cause.returncode)}", code="launch.rank-exited"
+        )
+    error = pickle.loads(path.read_bytes())  # noqa: S301 - our own child wrote it
+    error.add_note(f"on rank {cause.rank}:\n{cause.failure.traceback}")
+    raise error
 
 
 def launch_function(fn: Callable[..., Any], *args: Any, nproc: int = 2, **kwargs: Any) -> list[Any]:

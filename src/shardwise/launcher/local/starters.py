@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Protocol, Self
 import msgspec
 
 from shardwise.errors import LaunchError
-from shardwise.launcher.local.channel import Channel
 from shardwise.launcher.local.orders import (
     KEY_VARIABLE,
     MEETING,
     STORE,
+    Channel,
     Ended,
     Order,
     Ready,
@@ -30,8 +30,8 @@ from shardwise.launcher.local.orders import (
     StartStore,
 )
 from shardwise.launcher.local.processes import RankProcess, ignores_hangup, start_program
-from shardwise.recorder.fresh import record_variables
-from shardwise.runs.exitcodes import describe_exit
+from shardwise.recorder.start import record_variables
+from shardwise.runs.console import describe_exit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.errors import LaunchError
-from shardwise.launcher.local.channel import Channel
-from shardwise.launcher.local.orders import AskStatus, AskStop, Join, Report, WarmStatus
+from shardwise.launcher.local.orders import AskStatus, AskStop, Channel, Join, Report, WarmStatus
 from shardwise.launcher.local.starters import ForkStarter
 from shardwise.launcher.local.warm_place import (
     PRELOAD,

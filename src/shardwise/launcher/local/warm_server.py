@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shardwise.launcher.local.channel import Channel
 from shardwise.launcher.local.fork_parent import ForkParent, preload
-from shardwise.launcher.local.orders import AskStop, Join, Ready, Request, WarmStatus
+from shardwise.launcher.local.orders import AskStop, Channel, Join, Ready, Request, WarmStatus
 from shardwise.launcher.local.processes import become_reaper, kill_strays
 from shardwise.launcher.local.warm_place import address, locked, open_place
 from shardwise.launcher.surroundings import live_as, other_wall

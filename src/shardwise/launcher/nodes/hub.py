@@ -25,8 +25,7 @@ from shardwise.launcher.nodes.messages import (
     rebased,
 )
 from shardwise.launcher.nodes.roster import Roster
-from shardwise.launcher.nodes.secret import Challenge, Proof, is_proof, new_nonce, prove
-from shardwise.launcher.nodes.wire import Wire
+from shardwise.launcher.nodes.wire import Challenge, Proof, Wire, is_proof, new_nonce, prove
 
 if TYPE_CHECKING:
     import socket

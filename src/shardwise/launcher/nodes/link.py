@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from shardwise.errors import LaunchError
 from shardwise.launcher.nodes.hub import BEAT_S, LOST_S
 from shardwise.launcher.nodes.messages import Beat, FromHub, Hello, Note, Refused, Relay, Welcome
-from shardwise.launcher.nodes.secret import PROTOCOL, Challenge, Proof, is_proof, new_nonce, prove
-from shardwise.launcher.nodes.wire import Wire
+from shardwise.launcher.nodes.wire import PROTOCOL, Challenge, Proof, Wire, is_proof, new_nonce, prove
 
 if TYPE_CHECKING:
     from collections.abc import Callable

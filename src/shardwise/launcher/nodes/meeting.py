@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shardwise.environment import adopt, variables
-from shardwise.launcher.local.channel import Channel
-from shardwise.launcher.local.orders import KEY_VARIABLE, Assembly, StartMeeting
+from shardwise.launcher.local.orders import KEY_VARIABLE, Assembly, Channel, StartMeeting
 from shardwise.launcher.local.processes import die_with_parent
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.launcher.nodes.messages import Refused
 from shardwise.launcher.policy import GiveUp, RankExit, Restart, decide, root_cause
-from shardwise.runs.exitcodes import PREEMPTED
+from shardwise.runs.console import PREEMPTED
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

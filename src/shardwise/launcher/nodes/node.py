@@ -16,7 +16,7 @@ from shardwise.launcher.nodes.link import Link, join_hub
 from shardwise.launcher.nodes.membership import Limits
 from shardwise.launcher.nodes.messages import Hello
 from shardwise.launcher.nodes.network import interface_of, is_loopback, is_own, listen, listening_address, resolve
-from shardwise.runs.printable import printable
+from shardwise.runs.console import printable
 from shardwise.versions import package_version
 
 if TYPE_CHECKING:

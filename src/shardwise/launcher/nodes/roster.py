@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shardwise.launcher.local.evidence import find_mismatch
+from shardwise.launcher.explain import find_mismatch
 from shardwise.launcher.local.supervise import SETTLE_S
 from shardwise.launcher.nodes.membership import EndRun, Limits, RoundStatus, decide_round, place_node
 from shardwise.launcher.nodes.messages import (
@@ -27,7 +27,7 @@ from shardwise.launcher.nodes.messages import (
     Stop,
     Welcome,
 )
-from shardwise.runs.exitcodes import PREEMPTED
+from shardwise.runs.console import PREEMPTED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,6 +10,7 @@ from functools import partial
 from signal import Signals
 from typing import TYPE_CHECKING
 
+from shardwise.launcher.explain import gather_evidence
 from shardwise.launcher.local.attempts import (
     Launched,
     LaunchSpec,
@@ -23,11 +24,8 @@ from shardwise.launcher.local.attempts import (
     write_exit,
     write_start,
 )
-from shardwise.launcher.local.channel import Channel
-from shardwise.launcher.local.evidence import gather_evidence
-from shardwise.launcher.local.orders import Assembly, StartMeeting
+from shardwise.launcher.local.orders import Assembly, Channel, StartMeeting
 from shardwise.launcher.local.supervise import Observer, Outcome, caught_signals, supervise
-from shardwise.launcher.nodes.admission import Door
 from shardwise.launcher.nodes.meeting import PRELOAD
 from shardwise.launcher.nodes.messages import (
     Admit,
@@ -43,11 +41,11 @@ from shardwise.launcher.nodes.messages import (
     Stop,
     rebased,
 )
-from shardwise.launcher.nodes.network import interface_of, listen, own_address
-from shardwise.launcher.nodes.secret import rendezvous_key
+from shardwise.launcher.nodes.network import Door, interface_of, listen, own_address
+from shardwise.launcher.nodes.wire import rendezvous_key
 from shardwise.launcher.policy import Finish, GiveUp, RankExit
-from shardwise.runs.launch_events import LaunchLog, launch_log
-from shardwise.runs.variables import write_variables
+from shardwise.runs.events import LaunchLog, launch_log
+from shardwise.runs.failure import write_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

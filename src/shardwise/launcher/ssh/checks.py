@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import LaunchError
 from shardwise.launcher.nodes.network import is_own, resolve
-from shardwise.launcher.ssh.messages import Answer, Facts, Listen, Look, Reach, Reply
-from shardwise.launcher.ssh.session import NO_FOLDER, NO_PYTHON, ssh_words
+from shardwise.launcher.ssh.session import NO_FOLDER, NO_PYTHON, Answer, Facts, Listen, Look, Reach, Reply, ssh_words
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from shardwise.launcher.local.target import Target
-    from shardwise.launcher.ssh.hosts import HostSpec
+    from shardwise.launcher.ssh.run import HostSpec
     from shardwise.launcher.ssh.session import Session, Sessions
 
 _LOOK_S = 20.0

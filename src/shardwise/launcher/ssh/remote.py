@@ -14,11 +14,11 @@ from functools import partial
 
 from shardwise.environment import variables
 from shardwise.errors import LaunchError
-from shardwise.launcher.local.lines import decode_line, encode_line
+from shardwise.launcher.local.orders import decode_line, encode_line
 from shardwise.launcher.local.processes import become_reaper, die_with_parent, kill_descendants
 from shardwise.launcher.local.target import Target, check_target
 from shardwise.launcher.nodes.network import is_own, listen, own_addresses
-from shardwise.launcher.ssh.messages import (
+from shardwise.launcher.ssh.session import (
     MARK,
     SILENCE_S,
     Answer,
@@ -31,7 +31,7 @@ from shardwise.launcher.ssh.messages import (
     Signal,
     Start,
 )
-from shardwise.runs.exitcodes import JOB_FAILED
+from shardwise.runs.console import JOB_FAILED
 from shardwise.versions import package_version
 
 _LOOK_S = 0.1

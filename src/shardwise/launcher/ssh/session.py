@@ -15,15 +15,22 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Self, cast
 
-from shardwise.launcher.local.lines import decode_line, encode_line
+import msgspec
+
+from shardwise.launcher.local.orders import decode_line, encode_line
 from shardwise.launcher.local.processes import die_with_parent
-from shardwise.launcher.ssh.messages import BEAT_S, MARK, Beat, Order, Reply, Signal
+from shardwise.launcher.local.target import (
+    Module,  # noqa: TC001 - read when messages are decoded
+    Program,  # noqa: TC001 - read when messages are decoded
+    Script,  # noqa: TC001 - read when messages are decoded
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from types import TracebackType
 
-    from shardwise.launcher.ssh.hosts import HostSpec
+    from shardwise.launcher.ssh.run import HostSpec
+
 
 STDERR = 1
 """Index of the second stream."""
@@ -201,3 +208,84 @@ class Sessions:
             for stream in session.streams:
                 stream.close()
         self._selector.close()
+
+
+# What the launcher and its guard on another machine say to each other, one JSON line each.
+
+
+BEAT_S = 1.0
+"""Between two signs of life of the launcher."""
+SILENCE_S = 8.0
+"""A launcher that is silent for so long is gone: the guard ends what it runs. Over ssh, a lost packet costs more
+than between nodes, whose own heartbeats are quicker."""
+MARK = b"shardwise-guard "
+"""Begins every line of a guard, since shells may write something of their own before it starts."""
+
+
+class Look(msgspec.Struct, frozen=True, tag="look"):
+    """Say what is there."""
+
+    target: Script | Module | Program
+
+
+class Listen(msgspec.Struct, frozen=True, tag="listen"):
+    """Listen at this address of yours, port 0 takes a free one, and say `word` to whoever comes."""
+
+    address: str
+    port: int
+    word: str
+
+
+class Reach(msgspec.Struct, frozen=True, tag="reach"):
+    """Say whether `word` is heard there."""
+
+    address: str
+    port: int
+    word: str
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    """Run `shardwise` with these words and variables; from now on your output is its output."""
+
+    words: list[str]
+    variables: dict[str, str]
+    grace_s: float
+    """From a stop request, or the launcher's death, to a kill."""
+
+
+class Signal(msgspec.Struct, frozen=True, tag="signal"):
+    """Pass this signal on."""
+
+    number: int
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """The launcher is alive."""
+
+
+class Facts(msgspec.Struct, frozen=True, tag="facts"):
+    """What is there."""
+
+    versions: dict[str, str]
+    """Of what must be the same on all hosts, by name."""
+    addresses: dict[str, str]
+    """By interface, loopback left out."""
+    own: str = ""
+    """Address at which ssh came in; empty on the launcher's own machine."""
+    launcher: str = ""
+    """Address from which ssh came; empty on the launcher's own machine."""
+    refusal: str = ""
+    fix: str = ""
+    code: str = ""
+    """Why the target cannot be started there; empty when it can."""
+
+
+class Answer(msgspec.Struct, frozen=True, tag="answer"):
+    """To Listen (with the port) and Reach: how it went; no refusal is success."""
+
+    port: int = 0
+    refusal: str = ""
+
+
+Order = Look | Listen | Reach | Start | Signal | Beat
+Reply = Facts | Answer

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from shardwise.planner.cost.holdings import Holdings
 from shardwise.planner.cost.memory import ADAMW, CONTEXT, FRAGMENTED, PER_GROUP, WORKSPACE, Memory
 from shardwise.planner.cost.stage_costs import numel_of
-from shardwise.planner.cost.stages import cut_stages
+from shardwise.planner.cost.stages import Holdings, cut_stages
 from shardwise.planner.model.shape import ELEMENT_BYTES
 
 if TYPE_CHECKING:

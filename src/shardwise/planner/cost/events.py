@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardwise.planner.cost.stages import SPLIT_BACKWARD
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from shardwise.plans.plan import Plan
 
 
 class Task(NamedTuple):
@@ -140,3 +144,172 @@ def _ready(turn: Turn, ended: dict[Turn, float], num_stages: int, hop: Callable[
         return own
     needed = ended.get(Turn("B", turn.stage + 1, turn.micro_batch))
     return None if needed is None else max(own, needed + hop(turn.stage))
+
+
+# Time of a pipeline: turns of its stages by schedule, with the bubbles between them.
+
+
+ROUNDS = 2
+"""Rounds of pp micro-batches that are simulated; every further one takes as long as the busiest rank works on it."""
+WEIGHT_SHARE = 0.5
+"""Of a backward pass, what makes gradients of weights: each matrix product has one for its input and one for those."""
+
+
+def pipeline_span(
+    plan: Plan, forward: Sequence[float], backward: Sequence[float], ranks: Sequence[int], hop: float
+) -> float:
+    """Return seconds of all micro-batches on all stages; `forward` and `backward` are seconds by stage."""
+    schedule, pp, number = plan.pipeline.schedule, plan.layout.pp, plan.accumulation
+    simulated = number - max(0, number // pp - ROUNDS) * pp
+    while simulated % max(1, simulated // pp):  # rounds of equal size, which interleaving needs
+        simulated += pp if simulated < number else 1
+    spans = pipeline_spans(plan, forward, backward, hop, micro_batches=simulated)
+    span = max(turn[-1].end for turn in spans)
+    busy = [sum(forward[s] + backward[s] for s, rank in enumerate(ranks) if rank == each) for each in range(pp)]
+    span += (number - simulated) * max(busy)  # or less, where more were needed for a round
+    if schedule in SPLIT_BACKWARD:
+        # Gradients of weights wait for nobody: they fill the time in which 1F1B idles at the start and at the end
+        # (Qi et al. 2023, zero-bubble schedules: (pp - 1)(forward + input - weight) is left of it).
+        filled = 2 * (pp - 1) * WEIGHT_SHARE * max(backward)
+        span = max(number * max(busy), span - filled)
+    return span
+
+
+def pipeline_spans(
+    plan: Plan, forward: Sequence[float], backward: Sequence[float], hop: float, *, micro_batches: int
+) -> list[list[Span]]:
+    """Return the turns of each rank along pp in their time."""
+    schedule, pp = plan.pipeline.schedule, plan.layout.pp
+    chunks = len(forward) // pp
+    turns = [pipeline_turns(schedule, rank, pp=pp, chunks=chunks, micro_batches=micro_batches) for rank in range(pp)]
+    return run_pipeline(turns, forward, backward, lambda _: hop)
+
+
+def pipeline_floor(busy: Sequence[float], stage_seconds: Sequence[float], micro_batches: int) -> float:
+    """Return what no schedule of whole backward passes goes below.
+
+    A rank starts when the stages before its first have seen the first micro-batch, and those must still go back
+    through them when it has done its last; `busy` is seconds of one micro-batch by rank, `stage_seconds` by stage.
+    """
+    before = floor = 0.0
+    for rank, seconds in enumerate(busy):
+        floor = max(floor, before + micro_batches * seconds)
+        before += stage_seconds[rank]
+    return floor
+
+
+# One forward or backward pass of a stage: compute beside the collectives that gather weights and sum gradients.
+
+
+COMPUTE, WIRE = "compute", "communication"
+
+
+class Unit(NamedTuple):
+    """What is gathered, computed and summed as one: a block, or what stands before or after the blocks. Seconds."""
+
+    name: str
+    forward: float
+    backward: float
+    gather: float = 0.0
+    """Before its forward pass; 0 where weights are whole."""
+    gather_again: float = 0.0
+    """Before its backward pass."""
+    reduce: float = 0.0
+    """After its backward pass."""
+    gather_copy: float = 0.0
+    """Compute's share of a gather: out of the buffer into weights."""
+    reduce_copy: float = 0.0
+
+
+class Pass(NamedTuple):
+    """How one pass went. Seconds."""
+
+    seconds: float
+    busy: float
+    """Compute."""
+    gathering: float
+    """Communication before compute, hidden or not."""
+    reducing: float
+
+    @property
+    def exposed(self) -> float:
+        """Compute waiting for communication."""
+        return self.seconds - self.busy
+
+    @property
+    def hidden(self) -> float:
+        """Communication behind compute."""
+        return max(0.0, self.gathering + self.reducing - self.exposed)
+
+
+def forward_tasks(units: Sequence[Unit], *, prefetch: int, gathers: bool) -> list[Task]:
+    """Return the tasks of a forward pass: each unit gathered `prefetch` units ahead of its use."""
+    tasks: list[Task] = []
+    computed: list[int] = []
+    for place, unit in enumerate(units):
+        needed: tuple[int, ...] = ()
+        copy = 0.0
+        if gathers and unit.gather:
+            behind = place - prefetch - 1
+            tasks.append(Task(WIRE, f"gather {unit.name}", unit.gather, (computed[behind],) if behind >= 0 else ()))
+            needed, copy = (len(tasks) - 1,), unit.gather_copy
+        tasks.append(Task(COMPUTE, f"forward {unit.name}", unit.forward + copy, needed))
+        computed.append(len(tasks) - 1)
+    return tasks
+
+
+def backward_tasks(units: Sequence[Unit], *, prefetch: int, gathers: bool, reduces: bool) -> list[Task]:
+    """Return the tasks of a backward pass: the next unit's gather is sent off before this one's gradients are."""
+    tasks: list[Task] = []
+    computed: list[int] = []
+    waiting: Task | None = None
+    for place, unit in enumerate(reversed(units)):
+        needed: tuple[int, ...] = ()
+        seconds = unit.backward
+        if gathers and unit.gather_again:
+            behind = place - prefetch - 1
+            after = (computed[behind],) if behind >= 0 else ()
+            tasks.append(Task(WIRE, f"gather {unit.name}", unit.gather_again, after))
+            needed, seconds = (len(tasks) - 1,), seconds + unit.gather_copy
+        if waiting is not None:
+            tasks.append(waiting)
+            waiting = None
+        if reduces and unit.reduce:
+            seconds += unit.reduce_copy
+        tasks.append(Task(COMPUTE, f"backward {unit.name}", seconds, needed))
+        computed.append(len(tasks) - 1)
+        if reduces and unit.reduce:
+            waiting = Task(WIRE, f"reduce {unit.name}", unit.reduce, (computed[-1],))
+    return [*tasks, waiting] if waiting is not None else tasks
+
+
+def run_pass(tasks: Sequence[Task]) -> Pass:
+    """Return how long a pass takes, and what of it is what."""
+    spans = run_streams(tasks)
+    busy = gathering = reducing = 0.0
+    for task in tasks:
+        if task.stream == COMPUTE:
+            busy += task.seconds
+        elif task.label.startswith("gather"):
+            gathering += task.seconds
+        else:
+            reducing += task.seconds
+    return Pass(max((span.end for span in spans), default=0.0), busy, gathering, reducing)
+
+
+def bucket_reduces(
+    gradient_bytes: Sequence[float], bucket_bytes: float, seconds_of: Callable[[float], float]
+) -> list[float]:
+    """Return seconds of sums that each unit's backward sets free, units in forward order, as DDP does it.
+
+    Gradients fill buckets from the last unit on; what is left in the end goes alone.
+    """
+    pending, reduces = 0.0, []
+    for size in reversed(gradient_bytes):
+        pending += size
+        full = pending // bucket_bytes
+        pending -= full * bucket_bytes
+        reduces.append(full * seconds_of(bucket_bytes) if full else 0.0)
+    if reduces and pending:
+        reduces[-1] += seconds_of(pending)
+    return reduces[::-1]

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.planner.cost.holdings import Holdings, add_up
-from shardwise.planner.cost.stages import cut_stages
+from shardwise.planner.cost.stages import Holdings, add_up, cut_stages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from shardwise.planner.cost.holdings import Share
-    from shardwise.planner.cost.stages import Stage
+    from shardwise.planner.cost.stages import Share, Stage
     from shardwise.planner.model.shape import ModelShape, Moment, Part
     from shardwise.plans.plan import Plan
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.layout import Layout
 from shardwise.planner.cost.compute import PartCost, Seconds
-from shardwise.planner.cost.holdings import uses_ddp
-from shardwise.planner.cost.passes import Unit, bucket_reduces
+from shardwise.planner.cost.events import Unit, bucket_reduces
+from shardwise.planner.cost.stages import uses_ddp
 from shardwise.planner.cost.traffic import collective, place
 from shardwise.planner.model.shape import ELEMENT_BYTES
 

@@ -7,9 +7,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwise.planner.cost.compute import Assumptions, ComputeModel
+from shardwise.planner.cost.events import (
+    COMPUTE,
+    WIRE,
+    Span,
+    backward_tasks,
+    forward_tasks,
+    pipeline_span,
+    pipeline_spans,
+    run_pass,
+    run_streams,
+)
 from shardwise.planner.cost.memory import ADAMW
-from shardwise.planner.cost.passes import backward_tasks, forward_tasks, run_pass
-from shardwise.planner.cost.pipeline_time import pipeline_span
 from shardwise.planner.cost.stage_costs import Wires, stage_cost
 from shardwise.planner.cost.stages import cut_stages
 from shardwise.planner.model.shape import ELEMENT_BYTES
@@ -19,12 +28,13 @@ if TYPE_CHECKING:
 
     from shardwise.hardware.calibration import Calibration
     from shardwise.hardware.machine import Cluster
+    from shardwise.planner.cost.events import Pass
     from shardwise.planner.cost.memory import OptimizerShape
-    from shardwise.planner.cost.passes import Pass
     from shardwise.planner.cost.stage_costs import StageCost
     from shardwise.planner.cost.stages import Stage
     from shardwise.planner.model.shape import ModelShape, Part
     from shardwise.plans.plan import Plan
+
 
 WAITING = ("tensor", "context", "batch norm", "gather", "reduce", "sum", "collect", "meet")
 """Parts in which compute waits for other ranks."""
@@ -263,3 +273,50 @@ def _compute_parts(costs: Sequence[StageCost], micro_batches: int) -> dict[str, 
         parts["context"] += micro_batches * cost.exchange.context
         parts["batch norm"] += micro_batches * cost.exchange.batch_norm
     return parts | dict.fromkeys(("gather", "reduce", "contention", "bubble"), 0.0)
+
+
+# One optimizer step as a row of spans: streams of one rank, or the stages of a pipeline.
+
+
+SHOWN_ROUNDS = 2
+"""Micro-batches per stage that a picture of a pipeline shows; the others repeat its middle."""
+
+
+def timeline(model: TimeModel, shape: ModelShape, plan: Plan) -> list[Span]:
+    """Return what runs when, in seconds from the start, in the plan's last micro-batch and its update.
+
+    Of a pipeline: the turns of all stages, over as many micro-batches as show its rhythm.
+    """
+    if plan.layout.pp > 1:
+        return _stages(model, shape, plan)
+    (cost,) = model.stages(shape, plan)
+    ahead = plan.communication.prefetch
+    spans = run_streams(forward_tasks(cost.units, prefetch=ahead, gathers=plan.zero >= 2))
+    middle = max(span.end for span in spans)
+    tasks = backward_tasks(cost.units, prefetch=ahead, gathers=plan.zero == 3, reduces=True)
+    spans += [span._replace(start=span.start + middle, end=span.end + middle) for span in run_streams(tasks)]
+    return spans + _after(model, shape, plan, max(span.end for span in spans))
+
+
+def _after(model: TimeModel, shape: ModelShape, plan: Plan, start: float) -> list[Span]:
+    """Return what follows the last backward pass, one after the other."""
+    spans = []
+    parts = model.predict(shape, plan).parts
+    for name, stream in (("sum", WIRE), ("update", COMPUTE), ("meet", WIRE), ("collect", WIRE)):
+        if name in parts:
+            spans.append(Span(stream, name, start, start + parts[name]))
+            start += parts[name]
+    return spans
+
+
+def _stages(model: TimeModel, shape: ModelShape, plan: Plan) -> list[Span]:
+    costs = model.stages(shape, plan)
+    shown = min(plan.accumulation, SHOWN_ROUNDS * plan.layout.pp)
+    ranks = pipeline_spans(
+        plan,
+        [sum(unit.forward for unit in cost.units) for cost in costs],
+        [sum(unit.backward for unit in cost.units) for cost in costs],
+        model.hop(shape, plan),
+        micro_batches=shown,
+    )
+    return [span._replace(stream=f"pp rank {rank}") for rank, spans in enumerate(ranks) for span in spans]

@@ -8,9 +8,19 @@ from typing import TYPE_CHECKING
 from shardwise.errors import InputError
 from shardwise.planner.cost.memory import ADAMW, predict_memory
 from shardwise.planner.cost.time import TimeModel
-from shardwise.planner.search.choices import Group, Variant, groups, leaner, make_plan, variants
-from shardwise.planner.search.families import FAMILIES, cuts_model, family_of, simplicity
-from shardwise.planner.search.floors import Floors
+from shardwise.planner.search.choices import (
+    FAMILIES,
+    Floors,
+    Group,
+    Variant,
+    cuts_model,
+    family_of,
+    groups,
+    leaner,
+    make_plan,
+    simplicity,
+    variants,
+)
 from shardwise.plans.plan import Plan, Precision
 
 if TYPE_CHECKING:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, ShardwiseError
+from shardwise.hardware.calibration import calibration_for
+from shardwise.hardware.cluster import this_machine
 from shardwise.job import optimizers
 from shardwise.planner.cost.memory import ADAMW, SGD, OptimizerShape
 from shardwise.planner.model.forms import Model
-from shardwise.planner.search.batches import usual_batch
+from shardwise.planner.search.explain import in_gb
+from shardwise.planner.search.search import Question, search
 from shardwise.planner.settle import Device, choose_precision
 from shardwise.plans.plan import Precision
 
@@ -46,7 +51,7 @@ def published_subject(
     lora: int | None = None,
 ) -> Subject:
     """Return a published model; what is None is what it was published with. `accepts` raises for untrainable plans."""
-    from shardwise.planner.model.published import published
+    from shardwise.planner.model.decoder_parts import published
 
     held, why = _precision(cluster, precision)
     if lora is not None and lora < 1:
@@ -106,3 +111,72 @@ def _precision(cluster: Cluster, asked: DType | None) -> tuple[Precision, str]:
         return Precision(compute=asked), "--precision"
     chosen = Device(kind="cpu" if device.kind == "cpu" else "cuda", has_bf16=device.has_bf16, name=device.name)
     return choose_precision(chosen)
+
+
+# The plan "auto" for a job on the machine at hand: searched on GPUs, the simplest on a CPU.
+
+
+def _machines(world_size: int) -> Cluster:
+    """Return this machine, or so many like it."""
+    here = this_machine()
+    if world_size > here.num_devices and world_size % here.num_devices == 0:
+        return dataclasses.replace(here, num_devices=world_size)
+    return this_machine(world_size)
+
+
+def search_plan(
+    job: Job, world_size: int, describe: Callable[[Job, DType], Model], accepts: Callable[[Plan], None]
+) -> tuple[Plan | None, str]:
+    """Return the best plan for a job on GPUs of machines like this one and why; None, and why, where none was found."""
+    try:
+        cluster = _machines(world_size)
+        subject = job_subject(job, cluster, describe, accepts=accepts)
+    except ShardwiseError as error:
+        return None, f"could not be searched ({error.fact})"
+    question = Question(
+        model=subject.model,
+        cluster=cluster,
+        calibration=calibration_for(cluster.node),
+        batch_size=subject.batch_size,
+        precision=subject.precision,
+        optimizer=subject.optimizer,
+        accepts=subject.accepts,
+    )
+    answer = search(question)
+    if answer.best is None:
+        return None, "that fits was not found (shardwise plan shows the numbers)"
+    best, device = answer.best, cluster.device
+    why = (
+        f"auto: {best.family} of {answer.num_plans} plans, {in_gb(best.memory.total)} of"
+        f" {in_gb(device.memory_bytes)}, {best.time.seconds:.3g} s a step predicted"
+    )
+    sources = dict.fromkeys(("layout", "zero", "recompute", "micro_batch", "accumulation", "fused_loss"), why)
+    return dataclasses.replace(best.plan, sources={**sources, "precision": subject.precision_source}), why
+
+
+# Global batches of published models when the user names none: what they were trained with, in samples per step.
+
+
+TOKENS = {
+    "gpt2": 2**19,  # Brown et al. 2020, table 2.1: half a million tokens for models of this size
+    "llama3-405b": 2**24,  # Llama team 2024: 4M tokens at first, 16M for most of the training
+    "llama": 2**22,  # Touvron et al. 2023: 4M tokens
+    "byt5": 2**20,  # Xue et al. 2022: 2^20 tokens
+    "t5": 2**16,  # Raffel et al. 2020: 128 sequences of 512 tokens
+}
+"""Beginning of a model's name -> tokens per step; the first that matches."""
+SAMPLES_PER_DEVICE = 32
+"""Where samples are no sequences: Goyal et al. 2017 trained ResNet-50 with 32 images a GPU."""
+FINE_TUNING = 128
+"""Samples per step with LoRA: Hu et al. 2021 used 128 for GPT-3."""
+
+
+def usual_batch(name: str, tokens_per_sample: int | None, num_devices: int, *, lora: bool) -> int:
+    """Return the global batch of a published model, filled up so that all devices can share it evenly."""
+    if tokens_per_sample is None:
+        return SAMPLES_PER_DEVICE * num_devices
+    tokens = next((tokens for start, tokens in TOKENS.items() if name.startswith(start)), TOKENS["llama"])
+    samples = FINE_TUNING if lora else max(1, tokens // tokens_per_sample)
+    # More devices than samples leave some to tensor and pipeline parallelism, by powers of two.
+    shared = num_devices if num_devices <= samples else num_devices // (num_devices & -num_devices)
+    return math.ceil(samples / shared) * shared

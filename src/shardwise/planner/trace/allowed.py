@@ -12,7 +12,7 @@ from shardwise.data.rows import tensors
 from shardwise.data.tokens import TOKENS, TokenCut, check_token_loss
 from shardwise.errors import ShardwiseError
 from shardwise.layout import Layout
-from shardwise.parallel.context_rules import check_context
+from shardwise.parallel.context import check_context
 from shardwise.parallel.fused_loss import DeferredLogits, find_head
 from shardwise.planner.model.shape import Head
 from shardwise.planner.trace.amounts import footprint_of, states_of

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from shardwise.planner.model.shape import Attention, Matmul
-from shardwise.planner.trace.workspace import workspace_bytes
+from shardwise.planner.trace.cuda_rules import workspace_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

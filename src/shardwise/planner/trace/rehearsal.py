@@ -14,11 +14,10 @@ from torch.utils.data import default_collate
 
 from shardwise.data.loaders import dataset_of
 from shardwise.errors import JobError, PlanError
-from shardwise.parallel.adapters import add_adapters
 from shardwise.parallel.apply import forget_caches
-from shardwise.parallel.blocks import find_blocks
-from shardwise.parallel.probe import trainable_of
-from shardwise.parallel.recompute import recompute_block
+from shardwise.parallel.lora import add_adapters
+from shardwise.parallel.parameter_rules import trainable_of
+from shardwise.parallel.recompute import find_blocks, recompute_block
 from shardwise.parallel.sharded import DTYPES
 from shardwise.parallel.skeleton import skeleton
 from shardwise.parallel.tensor_rules import check_tensor, cut_dimension, find_rules, styles_by_name

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
 
 from shardwise.errors import JobError, PlanError
 from shardwise.planner.model.forms import Model
 from shardwise.planner.model.shape import Amount, ModelShape, Part, Weight
-from shardwise.planner.trace.allowed import context_degrees, head_of, length_of
+from shardwise.planner.trace.allowed import CP_DEGREES, context_degrees, head_of, length_of
 from shardwise.planner.trace.amounts import footprint_of, states_of, work_of
 from shardwise.planner.trace.rehearsal import SAMPLES, Call, Pass, Subject, is_cut, run_block, run_model
+from shardwise.versions import package_version
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from shardwise.job import Job
     from shardwise.planner.model.shape import Recompute
     from shardwise.plans.plan import DType
+
 
 POLICIES: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -178,3 +187,61 @@ def _tokens(subject: Subject) -> int | None:
     if isinstance(subject.job.loss.count, str):
         return None
     return length_of(subject.batch(SAMPLES[0])) or max(1, int(subject.job.loss.count_of(subject.batch(1), 1)))
+
+
+# Descriptions of models, kept by content: the same model, samples and torch are traced once.
+
+
+VERSION = 5
+"""Of how a description is made; another one is traced anew. Functions that a module calls are not looked at."""
+_BASES = {object, nn.Module}
+
+
+def described(job: Job, compute: DType, folder: Path) -> Model:
+    """Return the description of a job's model from `folder`, or trace it and leave it there."""
+    path = folder / f"{fingerprint(job, compute)}.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Model)
+    except (OSError, msgspec.DecodeError):
+        pass  # never traced, or written by another version
+    model = describe(job, compute)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.encode(model))
+    except OSError:
+        pass  # a read-only home costs the trace again, not the plan
+    return model
+
+
+def fingerprint(job: Job, compute: DType) -> str:
+    """Return a name for all that a description depends on: modules, their code, samples, loss, and torch."""
+    subject = Subject.of(job, compute, gathered=False)
+    versions = (VERSION, package_version("shardwise"), torch.__version__)
+    digest = hashlib.sha256(f"{versions} {compute} {job.tensor_rules}".encode())
+    for line in _lines(subject.model):
+        digest.update(line.encode())
+    for leaf in tree_leaves(subject.batch(1)):
+        digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode() if isinstance(leaf, Tensor) else repr(leaf).encode())
+    for function in (job.loss.sum, job.forward):
+        digest.update(_source(function).encode())
+    # Whether sequences can be cut is a matter of what samples hold, too: a padded mask cannot.
+    digest.update(repr(context_degrees(subject, max(CP_DEGREES))).encode())
+    return digest.hexdigest()[:32]
+
+
+def _lines(model: nn.Module) -> Iterator[str]:
+    seen: set[type] = set()
+    for name, module in model.named_modules():
+        yield f"{name} {module.extra_repr()} {getattr(module, 'config', '')}"
+        if type(module) not in seen:
+            seen.add(type(module))
+            yield from (_source(kind) for kind in type(module).__mro__ if kind not in _BASES)
+    for name, value in model.named_parameters():
+        yield f"{name} {tuple(value.shape)} {value.dtype} {value.requires_grad}"
+
+
+def _source(thing: Any) -> str:
+    try:
+        return inspect.getsource(thing)
+    except (OSError, TypeError):
+        return repr(type(thing))

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from shardwise.data.collate import stack_samples
 from shardwise.data.loaders import dataset_length, dataset_of
-from shardwise.data.rows import map_tensors, tensors
+from shardwise.data.rows import map_tensors, stack_samples, tensors
 from shardwise.errors import JobError
 from shardwise.training.step.plain import PlainStep
 from shardwise.training.step.step import StepReport

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
+from shardwise.checkpoint.adapters import merge_state
 from shardwise.job.generators import host_states, seed_generators, set_host_states
 from shardwise.parallel.apply import stages_of, unwrap
 from shardwise.parallel.batch_norm import BatchNorm
-from shardwise.parallel.gather import own_buffers
+from shardwise.parallel.gather import full_state_dict, own_buffers
 from shardwise.parallel.gradsync import local
+from shardwise.parallel.lora import adapted as adapted_parts
 from shardwise.parallel.stages import Stage
-from shardwise.training.step.snapshot import snapshot
-from shardwise.training.step.whole import whole_weights
+from shardwise.parallel.tensor_rules import is_transposed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Sequence
 
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
     from shardwise.parallel.optimizer import Optimized
@@ -139,3 +143,147 @@ class ModuleStep:
             self.set_random_state(streams)
 
         return restore
+
+
+# What a step holds of a training, under the names of the user's own module: values and optimizer states.
+
+
+Forms = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Whole shape and dtype of tensors by name."""
+
+
+class Held(NamedTuple):
+    """This rank's tensors: whole ones, and pieces as DTensors."""
+
+    values: dict[str, Tensor]
+    """Of parameters, in the dtype they are trained in."""
+    states: dict[str, Tensor]
+    """Of the optimizer, as PARAMETER/KEY."""
+    buffers: Mapping[str, Tensor] = MappingProxyType({})
+    """That a state dict has."""
+    update: Mapping[str, Tensor] = MappingProxyType({})
+    """Of the update (a loss scale), and of what brings replicas together that train on their own, as KEY/PARAMETER."""
+
+
+def states_of(optimized: Optimized) -> dict[str, Tensor]:
+    """Return an optimizer's states as PARAMETER/KEY; no copies, no communication."""
+    return {
+        f"{name}/{key}": value
+        for name, parameter in optimized.named
+        for key, value in optimized.optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def make_states(optimized: Optimized, saved: Forms) -> None:
+    """Give the optimizer the states that `saved` names, as PARAMETER/KEY.
+
+    A state shaped like its parameter is sharded as that is; any other (a step count) is whole on every rank. Beside a
+    scalar parameter the count is the one that torch's optimizers call "step".
+    """
+    for name, parameter in optimized.named:
+        prefix = f"{name}/"
+        state = optimized.optimizer.state[parameter]
+        for full, (shape, dtype) in saved.items():
+            if full.startswith(prefix):
+                key = full.removeprefix(prefix)
+                is_like = tuple(parameter.shape) == shape and (bool(shape) or key != "step")
+                state[key] = _like(parameter, shape, dtype, None if is_like else optimized.optimizer)
+
+
+def _like(parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype, optimizer: Optimizer | None) -> Tensor:
+    """Return zeros: without `optimizer` in the form of the parameter, else a count where that optimizer has it."""
+    if optimizer is None:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    group = next(group for group in optimizer.param_groups if any(each is parameter for each in group["params"]))
+    return torch.zeros(shape, dtype=dtype, device=parameter.device if counts_on_device(group) else "cpu")
+
+
+def counts_on_device(group: Mapping[str, object]) -> bool:
+    """Whether an optimizer counts its steps where its parameters are: fused ones do, others on the host."""
+    return bool(group.get("fused") or group.get("capturable"))
+
+
+# Whole weights of a torch module, as the user's own model has them, from any strategy; and what its adapters are.
+
+
+T = TypeVar("T")
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Communicate over the world to return the state dict of the user's own model on rank 0, {} elsewhere.
+
+    Adapters are merged into the weights they stand beside.
+    """
+    weights = full_state_dict(model)
+    for alias, name in _tied(model).items():
+        if alias in weights:
+            weights[alias] = weights[name]  # one memory, so one copy in the file
+    lora = adapter_facts(model)
+    return weights if lora is None else merge_state(weights, lora)
+
+
+def adapter_facts(model: nn.Module) -> dict[str, Any] | None:
+    """Communicate over the world to say what the adapters of a model are (Lora.facts), None without; on every rank."""
+    found = [item for stage in stages_of(model) for item in adapted_parts(stage)]
+    mine = (found[0][1].lora if found else None, [name for name, part in found if is_transposed(part)])
+    everyone = from_all(mine)
+    lora = next((own for own, _ in everyone if own is not None), None)
+    return None if lora is None else lora.facts({name for _, names in everyone for name in names})
+
+
+def from_all(mine: T) -> list[T]:
+    """Return what every rank hands in; communicates over the world."""
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return [mine]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Return the names under which the model has a weight that an earlier name has too."""
+    tied = {}
+    for stage in stages_of(model):
+        if isinstance(stage, Stage):
+            return dict(stage.model_ties.first_names)  # of all stages
+        first: dict[int, str] = {}
+        for name, value in stage.state_dict(keep_vars=True).items():
+            original = first.setdefault(id(value), name)
+            if original != name:
+                tied[name] = original
+    return tied
+
+
+# Snapshots of a training: one moment's tensors, optimizer states and random streams, and the way back to it.
+
+
+def snapshot(tensors: Sequence[Tensor], optimizer: Optimizer) -> Callable[[], None]:
+    """Keep tensors and an optimizer's states on the host; returns what writes them back, and takes out what is new."""
+    states = optimizer.state
+    held = [value for state in states.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    known = {parameter: set(state) for parameter, state in states.items()}
+    plain = {
+        parameter: {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+        for parameter, state in states.items()
+    }
+    pairs = [(local(tensor), on_host(local(tensor))) for tensor in (*tensors, *held)]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for tensor, before in pairs:
+            tensor.copy_(before)
+        for parameter in list(states):
+            if parameter not in known:
+                del states[parameter]
+                continue
+            for key in set(states[parameter]) - known[parameter]:
+                del states[parameter][key]
+            states[parameter].update(plain[parameter])
+
+    return restore
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Return a copy on the host."""
+    return tensor.detach().to("cpu", copy=True)

@@ -11,10 +11,8 @@ from shardwise.parallel.apply import unwrap
 from shardwise.parallel.batch_norm import batch_norms
 from shardwise.parallel.fused_loss import deferred_in_evaluation, deferring_heads, with_logits
 from shardwise.parallel.keyed_masks import KeyedMasks
-from shardwise.training.step.held import Held, make_states, states_of
-from shardwise.training.step.loss_check import LossCheck, refuse_uncounted
-from shardwise.training.step.module_step import ModuleStep
-from shardwise.training.step.output_rows import OutputRows
+from shardwise.training.step.first_step_checks import LossCheck, OutputRows, refuse_uncounted
+from shardwise.training.step.module_step import Held, ModuleStep, make_states, states_of
 from shardwise.training.step.step import NOTHING, StepReport
 
 if TYPE_CHECKING:
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 
     from shardwise.data.feed import MicroBatch, StepBatch
     from shardwise.job import Job, Metric
-    from shardwise.training.step.held import Forms
+    from shardwise.training.step.module_step import Forms
     from shardwise.training.step.step import StepParts
 
 

@@ -13,11 +13,11 @@ from shardwise.data.rows import cut_rows, tensors
 from shardwise.errors import JobError, ShardwiseError, some_of
 from shardwise.parallel.apply import parameters_of
 from shardwise.parallel.batch_norm import foreign_batch_norms
-from shardwise.parallel.stage_ties import TieSync, tied_copies
+from shardwise.parallel.stage_gate import TieSync, tied_copies
 from shardwise.parallel.stage_values import refuse_exchanged
-from shardwise.training.step.loss_check import LossCheck
+from shardwise.training.step.first_step_checks import LossCheck
 from shardwise.training.step.optimizer_step import OptimizerStep, measured
-from shardwise.training.step.relay import Relay
+from shardwise.training.step.pipeline_schedule import Relay
 from shardwise.training.step.step import NOTHING
 
 if TYPE_CHECKING:
@@ -28,13 +28,12 @@ if TYPE_CHECKING:
     from shardwise.data.feed import MicroBatch, StepBatch
     from shardwise.job import Job
     from shardwise.job.loss import Metric
-    from shardwise.parallel.place import Place
+    from shardwise.parallel.apply import Place
     from shardwise.parallel.stage_plan import StageCut
     from shardwise.parallel.stage_values import Exchanged
     from shardwise.parallel.stages import Stage
     from shardwise.plans import Plan
-    from shardwise.training.step.pipeline_schedule import Schedule
-    from shardwise.training.step.relay import Ports
+    from shardwise.training.step.pipeline_schedule import Ports, Schedule
     from shardwise.training.step.step import StepParts, StepReport
 
     Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    import torch.distributed as dist
     from torch import Tensor, nn
 
+    from shardwise.parallel.stage_gate import Structure
+    from shardwise.parallel.stage_plan import StageCut
     from shardwise.parallel.stages import Stage
-    from shardwise.training.step.relay import Ports
+
+    Program = Callable[[nn.Module], Any]
 
 _SINGLE: dict[str, Any] = {"gpipe": schedules.ScheduleGPipe, "1f1b": schedules.Schedule1F1B}
 _SEVERAL: dict[str, Any] = {
@@ -109,3 +114,101 @@ class _PlacedStage(PipelineStage):
         """Leave out neighbours on this rank: torch 2.11 has V-shaped schedules greet themselves, which gloo refuses."""
         greetings: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
         return [greeting for greeting in greetings if greeting.group_peer != self.group_rank]
+
+
+# The relay: one forward pass through all stages of a pipeline, each handing its output to the next.
+
+
+Ports = tuple[tuple["Tensor", ...], tuple["Tensor", ...]]
+"""Tensors on the meta device, shaped like what a stage receives and what it returns."""
+
+
+class Relay:
+    """Passes micro-batches forward, without gradients, from stage to stage."""
+
+    def __init__(self, stages: Sequence[Stage], cut: StageCut, group: dist.ProcessGroup, device: torch.device) -> None:
+        """`stages` are this rank's; `group` joins the ranks along pp."""
+        self._stages = stages
+        self._cut = cut
+        self._group = group
+        self._device = device
+
+    @torch.no_grad()
+    def run(self, program: Program) -> None:
+        """Run `program` on every stage, to its end on the last; communicates over the pp group."""
+        for _ in self._pass_on(program):
+            pass
+
+    @torch.no_grad()
+    def probe(self, program: Program, inputs: Sequence[Tensor]) -> dict[int, Ports]:
+        """Run once in eval mode and return the ports of this rank's stages; communicates over the pp group.
+
+        Batch statistics and random numbers stay as they are. `program` reads `inputs` and returns a tensor.
+        """
+        ports: dict[int, Ports] = {}
+        with _eval_mode(self._stages):
+            for stage, received, result in self._pass_on(program):
+                sent = (result,) if stage.is_last else result
+                stage.refuse_nan(inputs if stage.is_first else received, sent)
+                ports[stage.index] = (_outlines(received), _outlines(sent))
+        return ports
+
+    def _pass_on(self, program: Program) -> Iterator[tuple[Stage, tuple[Tensor, ...], Any]]:
+        """Yield each stage with what it received and what it returned."""
+        kept: tuple[Structure, tuple[Tensor, ...]] = (None, ())
+        for stage in self._stages:
+            if not stage.is_first:
+                stage.incoming, received = self._receive(stage.index) or kept
+            else:
+                received = ()
+            stage.program = program
+            sent = stage(*received)
+            if not stage.is_last:
+                kept = stage.outgoing, sent
+                self._send(stage.index, *kept)
+            if isinstance(stage, FSDPModule):
+                stage.reshard()  # backward would; a root unit stays whole after forward for it
+            yield stage, received, sent
+
+    def _peer(self, stage: int, neighbour: int) -> int | None:
+        """Return the global rank of a neighbouring stage, None when it is on this rank."""
+        if self._cut.ranks[stage] == self._cut.ranks[neighbour]:
+            return None
+        return dist.get_global_rank(self._group, self._cut.ranks[neighbour])
+
+    def _send(self, stage: int, structure: Structure, tensors: tuple[Tensor, ...]) -> None:
+        peer = self._peer(stage, stage + 1)
+        if peer is None:
+            return
+        outlines = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        dist.send_object_list([structure, outlines], dst=peer, group=self._group, device=self._device)
+        for tensor in tensors:
+            dist.send(tensor, dst=peer, group=self._group)
+
+    def _receive(self, stage: int) -> tuple[Structure, tuple[Tensor, ...]] | None:
+        peer = self._peer(stage, stage - 1)
+        if peer is None:
+            return None
+        header: list[Any] = [None, None]
+        dist.recv_object_list(header, src=peer, group=self._group, device=self._device)
+        structure, outlines = header
+        tensors = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in outlines)
+        for tensor in tensors:
+            dist.recv(tensor, src=peer, group=self._group)
+        return structure, tensors
+
+
+@contextmanager
+def _eval_mode(stages: Sequence[Stage]) -> Iterator[None]:
+    modes = [(part, part.training) for stage in stages for part in stage.modules()]
+    for stage in stages:
+        stage.eval()
+    try:
+        yield
+    finally:
+        for part, was_training in modes:  # one by one: some may have been frozen in eval mode by the user
+            part.training = was_training
+
+
+def _outlines(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(tensor, device="meta", requires_grad=True) for tensor in tensors)

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.data.rows import cut_rows
 from shardwise.parallel.apply import unwrap
-from shardwise.parallel.outside_use import naming_outside_use
+from shardwise.parallel.sharded import naming_outside_use
 from shardwise.training.step.optimizer_step import OptimizerStep, measured
 from shardwise.training.step.step import NOTHING
 

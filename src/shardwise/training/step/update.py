@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from shardwise.parallel.norm import GradNorm
+    from shardwise.parallel.gradsync import GradNorm
 
 _GROWTH, _BACKOFF, _GROWTH_INTERVAL = 2.0, 0.5, 2000
 _FIRST_SCALE = 65536.0

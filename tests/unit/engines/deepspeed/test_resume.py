@@ -16,8 +16,8 @@ from shardwise.parity import verify
 from shardwise.planner.settle import Device, settle
 from shardwise.plans import Plan
 from shardwise.runs import EventLog
-from shardwise.runs.keep import Keep
-from shardwise.runs.timeline import Timeline
+from shardwise.runs.directory import Keep
+from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
 from shardwise.training.loop import run_loop
 from shardwise.training.saving import SavingSpec

@@ -16,7 +16,7 @@ from shardwise.parity import verify
 from shardwise.planner.settle import Device, settle
 from shardwise.plans import Plan
 from shardwise.runs import EventLog
-from shardwise.runs.timeline import Timeline
+from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step
 from shardwise.training.loop import run_loop

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten, tree_map
 
-from shardwise.engines.mlx.batch_norm import BatchNorm, counting, foreign_batch_norms, share_batch_norms
+from shardwise.engines.mlx.arrays import BatchNorm, counting, foreign_batch_norms, share_batch_norms
 from shardwise.engines.mlx.ring import join_group
 from shardwise.testing import run_ranks
 

@@ -7,8 +7,8 @@ from mlx import nn, optimizers
 
 import shardwise as sw
 from refusals import refuses
-from shardwise.engines.mlx.form import form_of
-from shardwise.engines.mlx.optimizer import make_groups, read_states, write_states
+from shardwise.engines.mlx.arrays import form_of
+from shardwise.engines.mlx.weights import make_groups, read_states, write_states
 from shardwise.recorder.fingerprint import settings_print
 
 

@@ -10,7 +10,7 @@ from mlx import nn
 import shardwise as sw
 from shardwise.errors import JobError
 from shardwise.runs import EventLog
-from shardwise.runs.timeline import Timeline
+from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step
 from shardwise.training.evaluate import evaluate

@@ -9,7 +9,7 @@ from mlx import nn
 import shardwise as sw
 from refusals import refuses
 from shardwise.checkpoint.convert.convert import convert
-from shardwise.engines.mlx.form import form_of
+from shardwise.engines.mlx.arrays import form_of
 from shardwise.engines.mlx.weights import read_weights
 from shardwise.training.build import build_step
 

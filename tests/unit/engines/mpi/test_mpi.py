@@ -14,14 +14,13 @@ from engines.mpi.mpi_behaviour import CLAIMS
 from env import mpi
 from refusals import refuses
 from shardwise.dist import world
-from shardwise.dist.backends import choose_backend, default_device
-from shardwise.dist.identity import place_by_hosts
+from shardwise.dist.backends import choose_backend, default_device, place_by_hosts
 from shardwise.dist.start import find_meeting
 from shardwise.engines.mpi.start import rerun_command
 from shardwise.engines.mpi.types import reduction_of, why_not
 from shardwise.environment import Identity, identify
 from shardwise.errors import InputError, WorldError
-from shardwise.launcher.local.fork import run_forked
+from shardwise.launcher.local.function import run_forked
 
 HERE = Path(__file__).parent
 EVERY, FIRST = 40, 7
