@@ -7,7 +7,7 @@ DEV := $(VENV)/.dev-ready
 BENCH := .venv-bench/.ready
 PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test prove test-gpu lint data beds bench clean
+.PHONY: demo test prove test-gpu lint data env-packages bench clean
 
 demo: $(RUN)  ## train a ResNet on scanned digits, on two processes
 	$(BIN)/shardwise train examples/digits.py --nproc 2
@@ -15,7 +15,7 @@ demo: $(RUN)  ## train a ResNet on scanned digits, on two processes
 test: $(DEV) lint  ## every gate and every quick test
 	$(BIN)/python -m pytest -m "not gpu and not prove" --numprocesses auto --maxprocesses 4 --dist worksteal
 
-prove: $(DEV) beds  ## the long proofs, whole
+prove: $(DEV) env-packages  ## the long proofs, whole
 	$(BIN)/python -m pytest -m prove --timeout 3600
 
 test-gpu: $(DEV)  ## tests that need a CUDA device
@@ -30,7 +30,7 @@ lint: $(DEV)  ## style, types and one-way imports
 data:  ## real MNIST and Fashion-MNIST into data/
 	$(PYTHON) scripts/fetch_data.py
 
-beds:  ## what tests of many machines and of pages need; without it they skip, and say so
+env-packages:  ## system packages of tests/env (SLURM, ssh, MPI, namespaces, a browser); without them those tests skip
 	command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ] && apt-get install -qq -y --no-install-recommends \
 		slurmctld slurmd slurm-client openmpi-bin openssh-server iproute2 iptables chromium > /dev/null || true
 

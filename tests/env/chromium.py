@@ -30,7 +30,7 @@ FLAGS = (
 PATIENCE_S = 60.0
 """For one answer of the browser: a machine with every core busy is slow, and only a hang is not."""
 
-needs_chromium = pytest.mark.skipif(PROGRAM is None, reason="no chromium here: make beds")
+needs_chromium = pytest.mark.skipif(PROGRAM is None, reason="no chromium here: make env-packages")
 
 
 @contextlib.contextmanager
