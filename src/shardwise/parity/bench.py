@@ -223,8 +223,10 @@ class Bench:
     def _measure_noise(self, dtype: Exact) -> Limits:
         """One process against itself, with sums in other orders and weights moved by one rounding error."""
         base = self.one(dtype)
-        variants = [Variant(reverse=True), Variant(nudge=True)]
+        whole = [self.one(dtype, variant) for variant in (Variant(reverse=True), Variant(nudge=True))]
+        split = []
         if not base.traced[0].has_batch_norm:
-            variants += [Variant(accumulation=parts) for parts in _SPLITS if self.batch_size % parts == 0]
-        others = [self.one(dtype, variant) for variant in variants]
-        return self.apart(lambda: measure_noise(dtype, base, others, self.folder / f"compared-{dtype}.pt"))
+            variants = [Variant(accumulation=parts) for parts in _SPLITS if self.batch_size % parts == 0]
+            split = [self.one(dtype, variant) for variant in variants]
+        masks = self.folder / f"compared-{dtype}.pt"
+        return self.apart(lambda: measure_noise(dtype, base, whole, split, masks))

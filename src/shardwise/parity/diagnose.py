@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from shardwise.parity.capture import fingerprint
 from shardwise.parity.causes import (
     depends_on_grouping,
     double_scaling,
@@ -178,15 +179,16 @@ def stale_buffers(evidence: Evidence) -> Finding | None:
 
 
 def _counts_passes(evidence: Evidence, name: str) -> str:
-    """Say of a buffer that is as many times that of one process as a step has micro-batches; else nothing."""
+    """Say of a buffer that grew as many times as in one process as a step has micro-batches; else nothing."""
     times, key = evidence.micro_batches, name.partition(" [")[0]
-    wanted = evidence.expected.buffers.get(key, (0.0, 0.0))[1]
-    found = {each.buffers[key][1] for each in evidence.traced if key in each.buffers}
+    start = fingerprint(evidence.expected_start[key])[0] if key in evidence.expected_start else 0.0
+    wanted = evidence.expected.buffers.get(key, (0.0, 0.0))[0] - start
+    found = [each.buffers[key][0] - start for each in evidence.traced if key in each.buffers]
     if times < 2 or not wanted or not all(math.isclose(each, times * wanted) for each in found):
         return ""
     return (
-        f"buffer {key} is {times} times that of one process, and {evidence.plan.layout} runs {times} micro-batches a"
-        " step: it counts forward passes"
+        f"buffer {key} grew {times} times as much as in one process, and {evidence.plan.layout} runs {times}"
+        " micro-batches a step: it counts forward passes"
     )
 
 

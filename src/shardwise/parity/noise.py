@@ -42,8 +42,15 @@ _LARGEST_NOISE = 1e-3
 """Gaps of losses and gradients above this are not rounding, whatever amplifies it."""
 
 
-def measure_noise(dtype: Exact, base: Record, others: Sequence[Record], masks: Path) -> Limits:
-    """Return the limits of a job from trainings that differ by rounding alone; writes the masks of parameters."""
+def measure_noise(
+    dtype: Exact, base: Record, whole: Sequence[Record], split: Sequence[Record], masks: Path
+) -> Limits:
+    """Return the limits of a job from trainings that differ by rounding alone; writes the masks of parameters.
+
+    Those of `split` have several micro-batches in a step. A buffer that counts forward passes differs there by more
+    than rounding, so the noise of buffers comes from `whole` alone.
+    """
+    others = [*whole, *split]
     compared = _well_conditioned(dtype, base, others)
     torch.save(compared, masks)
     kept = Limits(kinds=strict_limits().kinds, compared=masks)
@@ -51,7 +58,7 @@ def measure_noise(dtype: Exact, base: Record, others: Sequence[Record], masks: P
     for other in others:
         for kind, gap in _largest(other, base, kept).items():
             floors[kind] = max(floors[kind], gap)
-    buffers = _gaps(base, others, "buffers")
+    buffers = _gaps(base, whole, "buffers")
     own = {name: NOISE * gap for name, gap in buffers.items() if gap > _AMPLIFIED[dtype]}
     floors["buffer"] = max([_LEAST[dtype], *(gap for name, gap in buffers.items() if name not in own)])
     return Limits(

@@ -201,6 +201,29 @@ class Counting(torch.nn.Linear):
         return super().forward(x) * min(1.0, self.calls / 20)
 
 
+class CountedLayer(torch.nn.Linear):
+    """Counts its forward passes in a buffer that nothing reads."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.register_buffer("passes", torch.tensor(3.0))
+
+    def forward(self, x):
+        self.passes += self.training
+        return super().forward(x)
+
+
+class CountedLayers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = torch.nn.ModuleList([CountedLayer(), CountedLayer()]), torch.nn.Linear(6, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
 class Centered(torch.nn.Linear):
     """Takes the mean over the micro-batch off its rows."""
 
@@ -214,6 +237,7 @@ def _contrast(output, batch):
 
 
 counting = points(Counting)
+counted_layers = points(CountedLayers, layers="layers")
 centered = points(lambda: Centered(6, 3))
 contrastive = dataclasses.replace(points(lambda: torch.nn.Linear(6, 3)), loss=sw.Loss(sum=_contrast))
 averaged = dataclasses.replace(

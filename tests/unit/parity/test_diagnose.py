@@ -276,4 +276,4 @@ def test_a_buffer_that_counts_forward_passes_is_named_as_such():
     parted = Comparison(worst=gap("buffer", "b"), first=gap("buffer", "b"), deviating=("b",), largest={})
     (finding,) = diagnose(evidence(comparison=parted, traced=counted, again=counted, expected=expected))
     assert finding.cause == "state between forward passes"
-    assert "buffer b is 2 times that of one process" in finding.evidence
+    assert "buffer b grew 2 times as much as in one process" in finding.evidence

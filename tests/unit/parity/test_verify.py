@@ -177,6 +177,13 @@ def test_a_job_that_no_split_of_the_batch_gives_is_named_as_such(job, cause, wor
     assert any("share a micro-batch" in note for note in report.notes) == (job == "contrastive")
 
 
+@pytest.mark.parametrize(("plan", "passes"), [("ddp+accumulation=2", 2), ("pp+accumulation=4", 4)])
+def test_a_buffer_that_counts_forward_passes_is_not_noise_of_the_job(plan, passes):
+    (finding,) = report_on([plan], job="counted_layers", steps=2).verdicts[0].findings
+    assert (finding.cause, finding.parameter) == ("state between forward passes", "layers.0.passes")
+    assert f"grew {passes} times as much as in one process" in finding.evidence
+
+
 @pytest.mark.parametrize(
     ("job", "refusal"),
     [
