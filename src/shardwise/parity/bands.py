@@ -13,16 +13,13 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from shardwise.parity.capture import grads_file, values_file
-from shardwise.parity.compare import evaluation_gaps, losses_of, rank_gaps
+from shardwise.parity.compare import evaluation_gaps, load_tensors, losses_of, rank_gaps, ratio
 from shardwise.parity.plans import in_precision
 from shardwise.parity.report import Finding, Gap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
     from torch import Tensor
 
@@ -68,7 +65,7 @@ def loss_band_gaps(record: Record, expected: Record, band: float) -> list[Gap]:
     """Return how far the loss of each step, and of the evaluation at the end, is from fp32."""
     pairs = zip(losses_of(record.traced, record.layout), expected.traced[0].losses, strict=True)
     gaps = [
-        Gap(kind="loss", name="", step=step, relative=_relative(found, wanted), limit=band)
+        Gap(kind="loss", name="", step=step, relative=ratio(abs(found - wanted), abs(wanted)), limit=band)
         for step, (found, wanted) in enumerate(pairs)
     ]
     # A metric such as accuracy counts whole rows: rounding that tips one of a few moves it by more than any band.
@@ -140,7 +137,7 @@ def _norm_gaps(step: int, record: Record, expected: Record, farthest: float) -> 
     for each in record.traced:
         norm = each.norms[step]
         if norm is not None and limit <= _WIDEST:
-            apart = _relative(norm, wanted)
+            apart = ratio(abs(norm - wanted), abs(wanted))
             between = f"rank {each.rank} and one process"
             yield Gap(kind="gradient norm", name="", step=step, relative=apart, limit=limit, between=between)
 
@@ -166,7 +163,7 @@ def _at_norm(gradients: Tensors, record: Record, step: int, dtype: str | None) -
 
 def _update(record: Record, steps: int) -> Tensors:
     """Return what the whole training added to each parameter."""
-    before, after = (_load(values_file(record.folder, number))["parameters"] for number in (0, steps))
+    before, after = (load_tensors(values_file(record.folder, number))["parameters"] for number in (0, steps))
     return {name: after[name].double() - before[name].double() for name in before}
 
 
@@ -175,33 +172,19 @@ def _distance(found: Tensors, wanted: Tensors) -> float:
         return math.inf
     size = _norm(wanted.values())
     apart = _norm([found[name].double() - wanted[name].double() for name in wanted])
-    return _ratio(apart, size)
+    return ratio(apart, size)
 
 
 def _one_distance(found: Tensor | None, wanted: Tensor, least: float) -> float:
     if found is None or found.shape != wanted.shape:
         return math.inf
-    return _ratio(float((found.double() - wanted.double()).norm()), max(float(wanted.double().norm()), least))
+    return ratio(float((found.double() - wanted.double()).norm()), max(float(wanted.double().norm()), least))
 
 
 def _norm(values: Any) -> float:
     return math.sqrt(sum(float(value.double().square().sum()) for value in values))
 
 
-def _ratio(apart: float, size: float) -> float:
-    if math.isnan(apart) or math.isnan(size):
-        return math.inf
-    return apart / size if size else math.inf if apart else 0.0
-
-
-def _relative(found: float, wanted: float) -> float:
-    return _ratio(abs(found - wanted), abs(wanted))
-
-
 def _gradients(record: Record, step: int) -> Tensors:
-    gradients: Tensors = _load(grads_file(record.folder, step))
+    gradients: Tensors = load_tensors(grads_file(record.folder, step))
     return gradients
-
-
-def _load(path: Path) -> Any:
-    return torch.load(path, weights_only=True, mmap=True)

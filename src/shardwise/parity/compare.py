@@ -63,7 +63,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     def masks(self) -> dict[str, Tensor]:
         """Return by parameter the elements that are compared; parameters without an entry are compared whole."""
-        return {} if self.compared is None else _load(self.compared)
+        return {} if self.compared is None else load_tensors(self.compared)
 
 
 def strict_limits() -> Limits:
@@ -134,7 +134,7 @@ def _moments(  # noqa: PLR0917 - positions of one private caller
     losses = losses_of(observed, layout)
     for step in range(steps):
         yield [_number_gap("loss", step, losses[step], expected.losses[step], limits)]
-        found, wanted = _load(grads_file(folder, step)), _load(grads_file(expected_folder, step))
+        found, wanted = load_tensors(grads_file(folder, step)), load_tensors(grads_file(expected_folder, step))
         yield _tensor_gaps("gradient", step, found, wanted, limits)
         by_rank = [each.gradients[step] for each in observed]
         yield rank_gaps("gradient", step, by_rank, layout, partial(limits.of, "gradient"))
@@ -147,7 +147,7 @@ def _moments(  # noqa: PLR0917 - positions of one private caller
         by_rank = [each.parameters[step + 1] for each in observed]
         yield rank_gaps("parameter", step, by_rank, layout, partial(limits.of, "parameter"))
     for kind in ("parameter", "buffer"):
-        found, wanted = (_load(values_file(each, steps))[f"{kind}s"] for each in (folder, expected_folder))
+        found, wanted = (load_tensors(values_file(each, steps))[f"{kind}s"] for each in (folder, expected_folder))
         yield _tensor_gaps(kind, None, found, wanted, limits, limits.masks() if kind == "parameter" else None)
     yield rank_gaps("buffer", None, [each.buffers for each in observed], layout, partial(limits.of, "buffer"))
     yield evaluation_gaps(observed, expected, limits.kinds)
@@ -171,12 +171,13 @@ def evaluation_gaps(observed: Sequence[Traced], expected: Traced, limits: Mappin
     return gaps
 
 
-def _load(path: Path) -> Any:
-    return torch.load(path, weights_only=True, mmap=True)
+def load_tensors(path: Path, *, weights_only: bool = True) -> Any:
+    """Read what a training wrote; a rank's own file also holds batches, which may be of any class."""
+    return torch.load(path, weights_only=weights_only, mmap=True)
 
 
 def _values(folder: Path, step: int) -> dict[str, Tensor]:
-    values = _load(values_file(folder, step))
+    values = load_tensors(values_file(folder, step))
     return {**values["parameters"], **values["buffers"]}
 
 
@@ -199,7 +200,7 @@ def relative_gaps(
         difference = found.double() - wanted.double()
         if name in compared:
             difference = difference[compared[name]]
-        gaps[name] = _ratio(_top(difference), scale)
+        gaps[name] = ratio(_top(difference), scale)
     return gaps
 
 
@@ -207,7 +208,8 @@ def _top(value: Tensor) -> float:
     return float(value.double().abs().max()) if value.numel() else 0.0
 
 
-def _ratio(difference: float, scale: float) -> float:
+def ratio(difference: float, scale: float) -> float:
+    """Return a difference over its scale; infinite where either is NaN, or a scale of 0 has a difference."""
     if math.isnan(difference) or math.isnan(scale):
         return math.inf
     return difference / scale if scale else math.inf if difference else 0.0
@@ -239,7 +241,7 @@ def rank_gaps(
             continue
         for key in prints[one].keys() & prints[other].keys():
             (print_, norm), (other_print, other_norm) = prints[one][key], prints[other][key]
-            apart = _ratio(abs(print_ - other_print), max(norm, other_norm, SMALL * overall))
+            apart = ratio(abs(print_ - other_print), max(norm, other_norm, SMALL * overall))
             between = f"ranks {one} and {other}"
             gaps.append(Gap(kind=kind, name=key, step=step, relative=apart, limit=limit_of(key), between=between))
     return gaps
@@ -255,5 +257,5 @@ def _number_gap(  # noqa: PLR0917 - positions of private callers
 ) -> Gap:
     assert observed is not None  # noqa: S101 - callers pass over what was not measured
     assert expected is not None  # noqa: S101
-    apart = _ratio(abs(observed - expected), abs(expected))
+    apart = ratio(abs(observed - expected), abs(expected))
     return Gap(kind=kind, name="", step=step, relative=apart, limit=limits.of(kind), between=between)

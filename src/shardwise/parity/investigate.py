@@ -15,7 +15,7 @@ from shardwise.parallel.apply import unwrap
 from shardwise.parallel.keyed_masks import KeyedMasks
 from shardwise.parallel.tensor_rules import find_rules, styles_by_name
 from shardwise.parity.capture import grads_file, local_file, values_file
-from shardwise.parity.compare import relative_gaps
+from shardwise.parity.compare import load_tensors, relative_gaps
 from shardwise.parity.diagnose import diagnose
 from shardwise.parity.evidence import Cell, Evidence, mean_gradient
 from shardwise.parity.plans import one_process
@@ -59,7 +59,7 @@ def investigate(bench: Bench, case: Case) -> list[Finding]:
     expected = bench.one(case.precision, case.twin, close_up=step)
 
     def examine(world: World) -> list[Finding]:
-        values = _load(values_file(expected.folder, step))
+        values = load_tensors(values_file(expected.folder, step))
         parts = _take_apart(world, bench, case, again.folder, values)
         return diagnose(
             Evidence(
@@ -72,10 +72,10 @@ def investigate(bench: Bench, case: Case) -> list[Finding]:
                 expected=expected.traced[0],
                 start=_all_values(case.record.folder, 0),
                 expected_start=_all_values(expected.folder, 0),
-                before=_load(values_file(again.folder, step))["parameters"],
+                before=load_tensors(values_file(again.folder, step))["parameters"],
                 expected_before=values["parameters"],
-                gradients=_load(grads_file(again.folder, step)),
-                expected_gradients=_load(grads_file(expected.folder, step)),
+                gradients=load_tensors(grads_file(again.folder, step)),
+                expected_gradients=load_tensors(grads_file(expected.folder, step)),
                 **parts,
             )
         )
@@ -105,7 +105,7 @@ def _take_apart(world: World, bench: Bench, case: Case, folder: Path, values: di
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             tensor.copy_({**values["parameters"], **values["buffers"]}[name])
     layout = case.plan.layout
-    locals_ = [_load(local_file(folder, rank), weights_only=False) for rank in range(layout.world_size)]
+    locals_ = [load_tensors(local_file(folder, rank), weights_only=False) for rank in range(layout.world_size)]
     first_ranks = {layout.data_index(rank): rank for rank in reversed(range(layout.world_size))}
     readers = [locals_[first_ranks[reader]]["micro_batches"] for reader in range(layout.dp)]
     return {
@@ -131,13 +131,8 @@ def _repeated_bias(job: Job, model: nn.Module, readers: Any, degree: int) -> dic
 
 
 def _all_values(folder: Path, step: int) -> dict[str, Any]:
-    values = _load(values_file(folder, step))
+    values = load_tensors(values_file(folder, step))
     return {**values["parameters"], **values["buffers"]}
-
-
-def _load(path: Path, *, weights_only: bool = True) -> Any:
-    """Read tensors; a rank's own file also holds batches, which may be of any class."""
-    return torch.load(path, weights_only=weights_only, mmap=True)
 
 
 # The gradient of one step, taken apart: by micro-batch and, for shared parameters, by module.

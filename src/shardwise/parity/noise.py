@@ -9,12 +9,12 @@ noise that the gradient of its tensor has. Those elements are left out and count
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from shardwise.parity.capture import grads_file, values_file
-from shardwise.parity.compare import EXACT, KINDS, NOISE, Limits, compare, relative_gaps, strict_limits
+from shardwise.parity.compare import EXACT, KINDS, NOISE, Limits, compare, load_tensors, relative_gaps, strict_limits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,9 +42,7 @@ _LARGEST_NOISE = 1e-3
 """Gaps of losses and gradients above this are not rounding, whatever amplifies it."""
 
 
-def measure_noise(
-    dtype: Exact, base: Record, whole: Sequence[Record], split: Sequence[Record], masks: Path
-) -> Limits:
+def measure_noise(dtype: Exact, base: Record, whole: Sequence[Record], split: Sequence[Record], masks: Path) -> Limits:
     """Return the limits of a job from trainings that differ by rounding alone; writes the masks of parameters.
 
     Those of `split` have several micro-batches in a step. A buffer that counts forward passes differs there by more
@@ -109,8 +107,8 @@ def _well_conditioned(dtype: Exact, base: Record, others: Sequence[Record]) -> d
     values = _values(base, "parameters")
     masks = {name: torch.ones(values[name].shape, dtype=torch.bool) for name in moved}
     for step in range(len(base.traced[0].losses)):
-        wanted = _load(grads_file(base.folder, step))
-        varied = [_load(grads_file(other.folder, step)) for other in others]
+        wanted = load_tensors(grads_file(base.folder, step))
+        varied = [load_tensors(grads_file(other.folder, step)) for other in others]
         for name in moved:
             if name in wanted and all(name in each for each in varied):
                 masks[name] &= ~_is_noise(wanted[name], [each[name] for each in varied], _CONDITION[dtype])
@@ -143,14 +141,10 @@ def _gaps(base: Record, others: Sequence[Record], which: str) -> dict[str, float
 
 
 def _values(record: Record, which: str) -> dict[str, Tensor]:
-    values: dict[str, Tensor] = _load(values_file(record.folder, len(record.traced[0].losses)))[which]
+    values: dict[str, Tensor] = load_tensors(values_file(record.folder, len(record.traced[0].losses)))[which]
     return values
 
 
 def _first(record: Record) -> dict[str, Tensor]:
-    gradients: dict[str, Tensor] = _load(grads_file(record.folder, 0))
+    gradients: dict[str, Tensor] = load_tensors(grads_file(record.folder, 0))
     return gradients
-
-
-def _load(path: Path) -> Any:
-    return torch.load(path, weights_only=True, mmap=True)
