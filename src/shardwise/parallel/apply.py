@@ -144,8 +144,8 @@ def finish_sharding(module: nn.Module, plan: Plan, place: Place, blueprint: Blue
     units = {unit.name: parts[unit.name] for unit in blueprint.units if isinstance(parts.get(unit.name), FSDPModule)}
     set_prefetch(list(units.values()), plan.communication.prefetch)
     inner = {name: unit for name, unit in units.items() if name}
-    # Of a pipeline, stages run when the schedule says; its blocks are layers that every micro-batch passes.
-    if inner and place.host_readers is not None and plan.layout.pp == 1 and isinstance(module, FSDPModule):
+    # A stage keeps an order of its own: the data-parallel ranks of a stage run its micro-batches in one schedule.
+    if inner and place.host_readers is not None and isinstance(module, FSDPModule):
         keep_unit_order(module, inner, place.host_readers)
 
 

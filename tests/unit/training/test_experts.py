@@ -132,6 +132,47 @@ class Odd(nn.Module):
         return self.head(x) + self.shift + self.none.sum()
 
 
+class Front(nn.Module):
+    """Each expert is a unit of FSDP2 on the first stage of a pipeline, in front of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.mixture = nn.Linear(4, 6), Experts()
+        self.blocks = nn.ModuleList(wide() for _ in range(4))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        hidden = self.mixture(self.stem(x), route(x))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+class InLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mixture, self.wide = Experts(), wide()
+
+    def forward(self, x):
+        return self.wide(self.mixture(x, route(x)))
+
+
+class Inside(nn.Module):
+    """Each expert is a unit of FSDP2 within a pipeline layer, since find_blocks looks into a Sequential."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(4, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(InLayer()) for _ in range(4))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        hidden = self.stem(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
 class Points(torch.utils.data.Dataset):
     def __len__(self):
         return 44
@@ -142,6 +183,10 @@ class Points(torch.utils.data.Dataset):
 
 def route(x):
     return (x[:, 0] * 100).abs().long()
+
+
+def wide():
+    return nn.Sequential(nn.Linear(6, 64), nn.Linear(64, 6))
 
 
 def points_job(model, **changes):
@@ -164,13 +209,16 @@ PLANS = [
     (2, "zero2", {"offload.optimizer": "cpu"}),
     (4, "hsdp", {}),
     (4, "pp2.shard2", {"zero": "2", "accumulation": "2"}),
+    (4, "pp2.shard2", {"zero": "3", "accumulation": "2"}),
+    (4, "pp2.shard2", {"zero": "3", "accumulation": "2", "recompute": "full"}),
+    (4, "pp2.shard2", {"zero": "3", "accumulation": "2", "pipeline.schedule": "interleaved_1f1b"}),
 ]
 
 
 @pytest.mark.parametrize(
     ("model", "plan"),
-    [(Deep, PLANS[0]), (Deep, PLANS[5]), (Units, PLANS[4]), (Odd, PLANS[4])],
-    ids=["ddp", "in-units", "as-units", "odd"],
+    [(Deep, PLANS[0]), (Deep, PLANS[5]), (Units, PLANS[4]), (Odd, PLANS[4]), (Front, PLANS[13])],
+    ids=["ddp", "in-units", "as-units", "odd", "in-stages"],
 )
 def test_ranks_that_use_different_parameters_equal_one_process(model, plan):
     check_equal(points_job(model), *plan)
@@ -178,9 +226,10 @@ def test_ranks_that_use_different_parameters_equal_one_process(model, plan):
 
 @pytest.mark.prove
 @pytest.mark.parametrize("plan", PLANS, ids=[f"{n}-{name}-{'-'.join(over.values())}" for n, name, over in PLANS])
-@pytest.mark.parametrize("model", [Deep, Units, Odd])
+@pytest.mark.parametrize("model", [Deep, Units, Odd, Front, Inside])
 def test_every_plan_with_different_parameters_by_rank_equals_one_process(model, plan):
-    if "pp" not in plan[1] or model is Deep:
+    stages = 4 if "pipeline.schedule" in plan[2] else 2
+    if "pp" not in plan[1] or len(getattr(model(), "blocks", ())) >= stages:
         check_equal(points_job(model), *plan)
 
 
