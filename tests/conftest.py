@@ -30,3 +30,25 @@ def pytest_runtest_protocol(item, nextitem):
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     item.session._setupstate.teardown_exact(nextitem)  # what earlier tests kept for this one
     return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector, name, obj):
+    """Leave the cells of a matrix that are not marked as representative to `make prove`."""
+    made = yield
+    matrix = made if isinstance(made, list) else []
+    marker = matrix[0].get_closest_marker("representative") if matrix else None
+    if marker is not None:
+        ids = set(marker.args)
+        unknown = ids - {item.callspec.id for item in matrix}
+        if unknown:  # or a matrix whose ids changed would leave `make test` without notice
+            raise collector.CollectError(f"{name} has no cell {sorted(unknown)}")
+        for item in matrix:
+            if item.callspec.id not in ids:
+                item.add_marker(pytest.mark.prove)
+    return made
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the long tests: at the end the workers share what is left, which must not be one long test."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)

@@ -176,7 +176,7 @@ def plain(request, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "plain",
     [
-        pytest.param((2, True), id="two ranks, tied weights", marks=pytest.mark.slow),
+        pytest.param((2, True), id="two ranks, tied weights", marks=pytest.mark.prove),
         pytest.param((4, False), id="four ranks, a head of its own", marks=pytest.mark.prove),
     ],
     indirect=True,

@@ -68,7 +68,7 @@ def test_train_ddp_reads_idx_files_and_counts_each_test_sample_once(tmp_path):
     assert accuracy(output) in [round(100 * right / 359, 2) for right in range(360)]
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 def test_ddp_mnist_under_torchrun_says_that_digits_stand_in_for_mnist():
     output = GUIDE.run(f"{command(GUIDE, 'torchrun', 'ddp_mnist.py')} --data nowhere")
     assert "no MNIST in nowhere" in output
@@ -250,7 +250,7 @@ def linear_training(ddp_training):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 def test_ddp_training_runs_on_two_nodes(tmp_path):
     port = free_port()
     nodes = [on_this_machine(command(GUIDE, f"--node_rank={node}", "ddp_training.py"), port) for node in (0, 1)]

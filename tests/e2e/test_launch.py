@@ -166,6 +166,7 @@ def test_report_ends_with_the_root_cause(folder, how, last):
     assert not working_in(folder)
 
 
+@pytest.mark.representative("fork-15-130", "fork-9--9", "spawn-9--9")
 @pytest.mark.parametrize(
     ("method", "number", "code"),  # every signal and method: test_launch_proofs, in `make prove`
     [
@@ -207,6 +208,7 @@ def test_ranks_that_ignore_sigterm_are_killed_by_a_second_ctrl_c(folder):
     assert not working_in(folder)
 
 
+@pytest.mark.representative("15")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_stop_request_lets_ranks_save_and_ends_with_75(folder, number):
     output = folder / "out"
@@ -344,6 +346,7 @@ def test_spawned_data_loader_workers_read_for_a_forked_rank(folder):
 GALLERY = Path(__file__).resolve().parents[2] / "examples" / "01-ddp-basics"
 
 
+@pytest.mark.representative("ddp_mnist.py-accuracy")
 @pytest.mark.parametrize(
     ("command", "word"),
     [

@@ -62,6 +62,7 @@ def assert_refused(done, folder, words):
     assert working_in(folder) == []
 
 
+@pytest.mark.prove
 def test_killed_on_two_and_resumed_on_one_every_row_is_trained_once(tmp_path):
     (tmp_path / "job.py").write_text(POINTS)
     train(tmp_path, "whole", LOG="rows-whole", **UNCOMPILED)

@@ -16,8 +16,8 @@ from pathlib import Path
 import shardwise as sw
 
 def on_step(report):
-    time.sleep(0.1 if Path("slow").exists() else 0.01)
-    if report.number == 25 and os.environ.get("RANK") == "1" and not Path("died").exists():
+    time.sleep(0.25 if Path("slow").exists() else 0.01)
+    if report.number == 12 and os.environ.get("RANK") == "1" and not Path("died").exists():
         Path("died").touch()
         if Path("deadly").exists():
             os.kill(os.getpid(), signal.SIGKILL)
@@ -59,7 +59,7 @@ def losses(run):
 
 def test_a_stop_request_saves_and_the_next_run_goes_on(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
-    length = ("--set", "steps=60")
+    length = ("--set", "steps=24")
     whole, output = finish(start(tmp_path, "--nproc", "2", "--run-dir", "whole", *length))
     assert whole == 0, output
     (tmp_path / "slow").touch()  # it must not end before it is asked to
@@ -77,7 +77,7 @@ def test_a_stop_request_saves_and_the_next_run_goes_on(tmp_path):
     code, output = finish(start(tmp_path, *command[3:], "--nproc", "1", "--plan", "ddp", "--run-dir", "second"))
     assert code == 0, output
     at = int(re.search(r"resumed from .* at step (\d+)", output)[1])
-    assert re.search(rf"training time .* s for {60 - at} steps, resumed at step {at}\n", output)
+    assert re.search(rf"training time .* s for {24 - at} steps, resumed at step {at}\n", output)
     both, one = losses(tmp_path / "first") | losses(tmp_path / "second"), losses(tmp_path / "whole")
     assert sorted(both) == sorted(one)
     torch.testing.assert_close(torch.tensor(list(both.values())), torch.tensor(list(one.values())), rtol=1e-3, atol=0)
@@ -86,12 +86,12 @@ def test_a_stop_request_saves_and_the_next_run_goes_on(tmp_path):
 def test_a_killed_rank_is_restarted_from_the_last_checkpoint(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
     (tmp_path / "deadly").touch()
-    arguments = ("--nproc", "2", "--run-dir", "run", "--save-every", "10", "--max-restarts", "1", "--set", "steps=60")
+    arguments = ("--nproc", "2", "--run-dir", "run", "--save-every", "5", "--max-restarts", "1", "--set", "steps=20")
     code, output = finish(start(tmp_path, *arguments))
     assert code == 0, output
     assert "rank 1 failed; restart 1 of 1" in output
-    assert re.search(r"resumed from .*step-000000[12]0 at step [12]0", output)
-    assert sorted(losses(tmp_path / "run")) == list(range(60))
+    assert re.search(r"resumed from .*step-000000(05|10) at step (5|10)\b", output)
+    assert sorted(losses(tmp_path / "run")) == list(range(20))
 
 
 def test_nothing_to_resume_from_is_refused_at_once(tmp_path):

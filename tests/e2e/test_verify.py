@@ -149,12 +149,13 @@ def reports():
         (ROOT / "docs" / "verify-table.md").write_text(text)
 
 
+@pytest.mark.representative("llama-4", "byt5-2")
 @pytest.mark.slow
 @pytest.mark.parametrize(("job", "nproc"), [("resnet", 2), ("gpt2", 2), ("llama", 4), ("byt5", 2)])
 def test_a_slice_of_all_plans_computes_what_one_process_computes(job, nproc):
     slow = ("compile", "powersgd") if job == "llama" else ("compile", "powersgd", "pp", "tp")
     quick = [name for name in all_plans(nproc) if not any(word in name for word in slow)]
-    chosen = random.Random(f"{job} {nproc}").sample(quick, 3)
+    chosen = random.Random(f"{job} {nproc}").sample(quick, 2)
     report = verify(refer(f"{EXAMPLES}/{job}.py", {}), chosen, nproc=nproc, steps=STEPS)
     assert report.count("failed") == 0, report
 

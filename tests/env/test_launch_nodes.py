@@ -283,6 +283,7 @@ BAD = {
 MUTE = "import socket, time; s = socket.create_server(('10.77.0.2', 29777)); time.sleep(60)"
 
 
+@pytest.mark.representative("no such host", "host name that resolves elsewhere", "another command", "nobody there")
 @pytest.mark.parametrize(("arguments", "words"), BAD.values(), ids=BAD)
 def test_node_that_cannot_be_one_is_refused_in_one_sentence(waiting, arguments, words):
     folder, made, node = waiting

@@ -335,6 +335,7 @@ def test_a_plan_that_is_refused_inside_the_world_is_refused_once_and_leaves_no_r
     assert not (folder / "run").exists()
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("backend", ["mpi", pytest.param("gloo", marks=pytest.mark.prove)])
 def test_ddp_mnist_under_mpirun(backend):
     lines = CHAPTER.commands("mpirun", "ddp_mnist.py")

@@ -1,17 +1,21 @@
 """Docs that cannot rot: every command in them runs, every quoted example is the file's own text."""
 
 import inspect
+import itertools
 import random
 import re
+import shlex
 import subprocess
 import textwrap
 from collections import defaultdict
 from pathlib import Path
 
+import click
 import pytest
 from torch.nn.parallel import DistributedDataParallel
 
 from env import mpi
+from shardwise.cli.main import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -39,17 +43,53 @@ def kind(command):
 
 
 def every_command():
-    """Of one kind of command on all pages one runs here, of trainings two; all in `make prove`, long chains too."""
+    """All run in `make prove`; here README's first of each kind runs, and of the kinds on other pages half.
+
+    A command costs two imports of torch, and `make demo` a minute. Every part of bench is run by the tests of its own.
+    """
     alike = defaultdict(list)
     for page in PAGES:
         for command in commands(page):
             alike[kind(command)].append((page.name, command))
-    for name, group in alike.items():
-        short = [item for item in group if item[1].count("&&") < 4]
-        here = random.Random(repr(name)).sample(short, min(2 if "train" in name else 1, len(short)))
-        for page, command in group:
-            marks = [] if (page, command) in here else [pytest.mark.prove]
-            yield pytest.param(command, id=f"{page}: {command}", marks=marks)
+    promised = [group[0] for name, group in alike.items() if group[0][0] == "README.md" and name[0] != "make"]
+    others = [
+        group[0]
+        for name, group in alike.items()
+        if group[0][0] != "README.md" and "bench" not in name and group[0][1].count("&&") < 4
+    ]
+    here = {*promised, *random.Random(0).sample(others, len(others) // 2)}
+    for page, command in itertools.chain.from_iterable(alike.values()):
+        marks = [] if (page, command) in here else [pytest.mark.prove]
+        yield pytest.param(command, id=f"{page}: {command}", marks=marks)
+
+
+def parse(words):
+    """Parse the arguments of a `shardwise` command as it would, down to the options of its last part."""
+    command = cli
+    while isinstance(command, click.Group):
+        _, command, words = command.resolve_command(click.Context(command), words)
+    command.make_context("shardwise", words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_has_the_options_that_the_page_gives_it(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for command in commands(page):
+        if command.startswith("make "):
+            show = ["make", "--dry-run", *command.split()[1:]]
+            shown = subprocess.run(show, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+        else:
+            shown = command
+        for part in shown.split("&&"):
+            words = shlex.split(part)
+            if ".venv/bin/shardwise" in words:
+                parse(words[words.index(".venv/bin/shardwise") + 1 :])
+
+
+@pytest.mark.parametrize("words", ["trian job.py", "train --nprocs 2 job.py", "bench comm all_reduce --dtype int32"])
+def test_an_option_that_is_not_there_does_not_parse(words):
+    with pytest.raises(click.UsageError):
+        parse(words.split())
 
 
 def test_pages_agree_on_what_is_built_and_what_was_tried():

@@ -108,6 +108,7 @@ def saved(tmp_path_factory):
     return folder
 
 
+@pytest.mark.representative("one", "zero1", "stages", "hsdp", "shard2.tp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_loads_what_every_other_saved(saved, layout):
     assert run_ranks(loading, LAYOUTS[layout], layout, saved, list(LAYOUTS)) == [[]] * LAYOUTS[layout]

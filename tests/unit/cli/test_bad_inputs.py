@@ -237,6 +237,7 @@ def test_refused_before_any_process_starts(folder, capfd, arguments, refusal):
     check(folder, capfd, ["train", *arguments], *refusal)
 
 
+@pytest.mark.representative("unknown backend", "no training data", "model that is no module")
 @pytest.mark.parametrize(("arguments", "refusal"), IN_THE_RANKS.values(), ids=IN_THE_RANKS)
 def test_refused_by_the_ranks_before_the_first_step(folder, capfd, arguments, refusal):
     check(folder, capfd, ["train", *arguments], *refusal)

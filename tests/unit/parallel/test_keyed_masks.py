@@ -89,6 +89,7 @@ def alone():
     return run_ranks(losses, 1, "ddp")[0]
 
 
+@pytest.mark.representative("1-ddp-changes0", "2-zero1-changes3", "2-fsdp-changes4", "2-pp-changes6")
 @pytest.mark.parametrize(
     ("nproc", "preset", "changes"),
     [
@@ -153,6 +154,7 @@ def stochastic_alone():
     return run_ranks(losses, 1, "ddp", make_job(Stochastic))[0]
 
 
+@pytest.mark.representative("1-ddp-changes1", "2-fsdp-changes3", "2-pp-changes5")
 @pytest.mark.parametrize(
     ("nproc", "preset", "changes"),
     [

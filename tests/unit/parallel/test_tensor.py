@@ -111,6 +111,7 @@ def decoder(kind):
     return model, torch.randint(model.config.vocab_size, (4, 17))
 
 
+@pytest.mark.representative("True-gpt2 untied, odd vocabulary", "False-gpt2 tied", "True-llama tied, grouped heads")
 @pytest.mark.parametrize("kind", DECODERS)
 @pytest.mark.parametrize("sequence", [False, True])
 def test_decoder_trains_as_on_one_process(kind, sequence):
@@ -118,12 +119,14 @@ def test_decoder_trains_as_on_one_process(kind, sequence):
     assert_equal_to_one_process(model, tokens[:, :-1], next_token(tokens), sequence=sequence)
 
 
+@pytest.mark.representative("True")
 @pytest.mark.parametrize("sequence", [False, True])
 def test_decoder_on_four_ranks_trains_as_on_one_process(sequence):
     model, tokens = decoder("gpt2 untied, odd vocabulary")
     assert_equal_to_one_process(model, tokens[:, :-1], next_token(tokens), sequence=sequence, degree=4)
 
 
+@pytest.mark.representative("True-Qwen2", "False-Phi3")
 @pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3", "Phi3"])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_transformers_model_trains_as_on_one_process_by_its_own_plan(name, sequence):
@@ -195,6 +198,7 @@ def test_transformers_gpt2_trains_by_rules_for_its_transposed_linear_modules():
     assert_equal_to_one_process(model, tokens[:, :-1], next_token(tokens), rules=rules)
 
 
+@pytest.mark.representative("True-gpt2 untied, odd vocabulary", "False-gpt2 tied")
 @pytest.mark.parametrize("kind", ["gpt2 tied", "gpt2 untied, odd vocabulary", "llama tied, grouped heads"])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_meta_built_decoder_under_fsdp_and_tp_trains_as_on_one_process(kind, sequence):

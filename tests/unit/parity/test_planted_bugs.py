@@ -122,6 +122,7 @@ def test_double_loss_scaling(plant):
     assert "the number of readers" in finding.evidence
 
 
+@pytest.mark.representative("unsynced parameter", "per-rank clipping")
 @pytest.mark.parametrize(
     ("plan", "bug", "cause"),
     [
@@ -365,6 +366,7 @@ def test_different_dropout_seeds_outside_the_cut_region(plant):
     assert finding.cause == "different dropout seeds outside the cut region"
 
 
+@pytest.mark.representative("ddp")
 @pytest.mark.parametrize("plan", ["ddp", "zero3", "ddp+precision=bf16"])
 def test_equal_dropout_seeds_across_data_parallel_ranks(plant, plan):
     plant(Layout, "draw_index", lambda right, self, rank: 0)

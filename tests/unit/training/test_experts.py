@@ -244,6 +244,7 @@ def check_like_ddp(job, nproc, name, overrides):
 DROPPING = {"first": lambda: Dropped(0), "later": lambda: Dropped(3), "on-data": OnData}
 
 
+@pytest.mark.representative("on-data")
 @pytest.mark.parametrize("model", DROPPING.values(), ids=DROPPING)
 def test_blocks_that_only_some_ranks_run_train_as_under_ddp(model):
     check_like_ddp(points_job(model), 2, "zero3", {})
@@ -346,6 +347,7 @@ def test_scalars_are_refused_where_their_gradients_would_not_be_summed():
     assert run_ranks(body, 2) == [True, True]
 
 
+@pytest.mark.representative("fsdp")
 @pytest.mark.parametrize("name", ["fsdp", "zero1"])
 def test_states_of_scalars_are_resumed(name, tmp_path):
     def body(world, **options):

@@ -122,6 +122,7 @@ def test_decoder_equals_one_process():
     check_exact(decoder_job(), SLICE)
 
 
+@pytest.mark.prove
 def test_group_norm_resnet_equals_one_process():
     check_exact(resnet_job("group", epochs=1), SLICE)
 

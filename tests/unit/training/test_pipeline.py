@@ -152,26 +152,31 @@ def small(family="llama", num_layers=5, **changes):
     return decoder(DecoderConfig(family=family, num_layers=num_layers, **config)).double()
 
 
+@pytest.mark.representative("1f1b", "zbv", "dualpipev")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_llama_in_two_stages_trains_as_in_one_process(schedule):
     assert_equal(small, schedule=schedule)
 
 
+@pytest.mark.representative("interleaved_zero_bubble")
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble", "zbv"])
 def test_llama_on_four_ranks_trains_as_in_one_process(schedule):
     assert_equal(partial(small, num_layers=9), schedule=schedule, nproc=4)
 
 
+@pytest.mark.representative("gpipe-1", "1f1b-5")
 @pytest.mark.parametrize(("schedule", "accumulation"), [("gpipe", 1), ("1f1b", 2), ("1f1b", 5), ("zbv", 5)])
 def test_gpt2_trains_the_same_whatever_the_accumulation(schedule, accumulation):
     assert_equal(partial(small, "gpt2"), schedule=schedule, accumulation=accumulation)
 
 
+@pytest.mark.representative("1f1b-split0", "interleaved_1f1b-split2")
 @pytest.mark.parametrize(("schedule", "split"), [("1f1b", (1,)), ("1f1b", (4,)), ("interleaved_1f1b", (1, 2, 4))])
 def test_uneven_split_trains_as_in_one_process(schedule, split):
     assert_equal(small, schedule=schedule, split=split)
 
 
+@pytest.mark.representative("True")
 @pytest.mark.parametrize("selective", [False, True])
 def test_recomputed_blocks_train_as_in_one_process(selective):
     def prepare(stage):
@@ -263,6 +268,7 @@ def test_bf16_travels_and_trains_close_to_one_process():
     assert in_a_pipeline(make, steps, job, autocast=torch.bfloat16)[0] == pytest.approx(losses, rel=1e-2)
 
 
+@pytest.mark.representative("zbv")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_measures_cover_the_real_rows_and_only_the_last_stage_tells_them(schedule):
     steps, job = three_steps(2), a_job()

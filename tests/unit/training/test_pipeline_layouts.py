@@ -61,6 +61,7 @@ def train(layout, nproc, accumulation, job=JOB, **changes):
     return run_ranks(trained, nproc, job, dataclasses.replace(plan, precision=DOUBLE, **changes))
 
 
+@pytest.mark.representative("pp2.shard2-4-interleaved_1f1b-3", "pp2.tp2-2-1f1b-0")
 @pytest.mark.parametrize(
     ("layout", "accumulation", "schedule", "zero"),
     [

@@ -100,6 +100,7 @@ def answer_of(subject, *, exhaustive=True):
     return search(question, exhaustive=exhaustive)
 
 
+@pytest.mark.representative("batch norm", "tied")
 @pytest.mark.parametrize("name", JOBS)
 def test_train_accepts_every_plan_that_search_proposes_for_a_job(name):
     job = JOBS[name]

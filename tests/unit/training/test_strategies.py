@@ -66,6 +66,20 @@ PLANS = [
 ]
 
 
+@pytest.mark.representative(
+    "3-zero1-",
+    "4-hsdp-",
+    "2-zero2-2",
+    "2-zero3-2-every",
+    "2-zero3-full",
+    "2-ddp-selective",
+    "2-zero3-cpu-cpu",
+    "2-ddp-cpu",
+    "2-tp-",
+    "4-replicate2.tp2-true",
+    "2-cp-",
+    "4-shard2.cp2-2",
+)
 @pytest.mark.parametrize(
     ("nproc", "name", "overrides"), PLANS, ids=[f"{n}-{name}-{'-'.join(over.values())}" for n, name, over in PLANS]
 )
@@ -137,6 +151,7 @@ def test_buffers_behind_the_layers_come_from_the_last_stage():
     torch.testing.assert_close(found, losses, rtol=1e-9, atol=0)
 
 
+@pytest.mark.representative("bf16-zero3", "fp16-ddp", "bf16-zero1")
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero3"])
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 def test_lower_precision_learns_under_every_strategy(name, compute):
@@ -146,6 +161,7 @@ def test_lower_precision_learns_under_every_strategy(name, compute):
     torch.testing.assert_close(losses, exact, rtol=0.02, atol=0)
 
 
+@pytest.mark.representative("bf16", "powersgd")
 @pytest.mark.parametrize("compression", ["bf16", "fp16", "powersgd"])
 def test_compressed_gradients_stay_close(compression):
     job = sentences_job(steps=14, optimizer=sw.adamw(lr=3e-3))

@@ -76,6 +76,7 @@ def check_continues(saved, resumed, job, folder):
             torch.testing.assert_close(again[key], value, rtol=1e-3, atol=1e-5, msg=key)
 
 
+@pytest.mark.representative("stage3-fsdp4")
 @pytest.mark.slow
 @pytest.mark.parametrize(("saved", "resumed"), QUICK)
 def test_training_goes_on_under_another_engine(saved, resumed, tmp_path):
