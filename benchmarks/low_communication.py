@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from env.namespaces import hosts, why_not  # noqa: E402 - the beds of the tests are no package
+from env.namespaces import hosts, why_not  # noqa: E402 - shared modules of the tests are not a package
 
 STEPS, QUICK_STEPS = 1000, 150
 SIZES = {"small": (16, 48), "example": (32, 128)}

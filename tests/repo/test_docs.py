@@ -133,7 +133,13 @@ def test_the_guide_and_every_chapter_on_training_quote_their_examples():
 
 
 def test_links_lead_somewhere():
-    pages = [*PAGES, *sorted((ROOT / "examples").rglob("*.md")), *sorted((ROOT / "benchmarks").glob("*.md"))]
+    pages = [
+        *PAGES,
+        *sorted(ROOT.glob("*.md")),
+        ROOT / "tests" / "README.md",
+        *sorted((ROOT / "examples").rglob("*.md")),
+        *sorted((ROOT / "benchmarks").glob("*.md")),
+    ]
     broken = [
         f"{page.relative_to(ROOT)} -> {target}"
         for page in pages
