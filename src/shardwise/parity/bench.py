@@ -13,7 +13,7 @@ from shardwise.errors import InputError, TrainingError
 from shardwise.launcher.local.function import run_forked
 from shardwise.parity.capture import Traced, trace
 from shardwise.parity.compare import Comparison, Limits, compare, strict_limits
-from shardwise.parity.masks import judge_masks, watch_masks
+from shardwise.parity.masks import judge_masks, watch_masks, without_graphs
 from shardwise.parity.noise import is_comparable, may_be_noise, measure_noise
 from shardwise.parity.plans import Exact, one_process
 from shardwise.parity.ranks import PauseLimit, StuckError, on_ranks, pause_limit, read_stuck
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from shardwise.dist import World
     from shardwise.job.engine import MadeFor
     from shardwise.layout import Layout
     from shardwise.parity.prepare import Preparation
@@ -81,35 +82,35 @@ class Bench:
         Of step `close_up` every rank also writes its own tensors.
         """
         preparation = msgspec.structs.replace(self.preparation, steps=steps or self.preparation.steps)
+        folder = self._new_folder()
+        longest_s = self._longest_s
+        limit = PauseLimit(usual_s=self.timeout_s) if plain else pause_limit(plan, longest_s, self.timeout_s)
+        traced = self._on_ranks(
+            lambda world: trace(
+                world, preparation, plan, folder, variant=variant, close_up=close_up, plain=plain, limit=limit
+            ),
+            plan,
+            folder,
+        )
+        if plain:
+            self._longest_s = max(self._longest_s, traced[0].longest_s)
+        return Record(folder=folder, traced=traced, layout=plan.layout)
+
+    def _new_folder(self) -> Path:
         self._number += 1
         folder = self.folder / str(self._number)
         folder.mkdir()
-        longest_s = self._longest_s
-        limit = PauseLimit(usual_s=self.timeout_s) if plain else pause_limit(plan, longest_s, self.timeout_s)
+        return folder
+
+    def _on_ranks(self, fn: Callable[[World], T], plan: Plan, folder: Path) -> list[T]:
+        """Run `fn` on the ranks of `plan`; those that make no progress leave where they stand in `folder`."""
         try:
-            traced = on_ranks(
-                lambda world: trace(
-                    world,
-                    preparation,
-                    plan,
-                    folder,
-                    variant=variant,
-                    close_up=close_up,
-                    plain=plain,
-                    limit=limit,
-                ),
-                plan.layout.world_size,
-                timeout_s=self.timeout_s,
-                backend=self.backend,
-            )
+            return on_ranks(fn, plan.layout.world_size, timeout_s=self.timeout_s, backend=self.backend)
         except Exception as error:
             stuck = read_stuck(folder)
             if stuck:
                 raise StuckError.of(stuck) from error
             raise
-        if plain:
-            self._longest_s = max(self._longest_s, traced[0].longest_s)
-        return Record(folder=folder, traced=traced, layout=plan.layout)
 
     def one(
         self,
@@ -167,16 +168,7 @@ class Bench:
 
     def compare(self, record: Record, expected: Record, limits: Limits) -> Comparison:
         """Compare a training with one of one process."""
-        return self.apart(
-            lambda: compare(
-                record.traced,
-                expected.traced[0],
-                folder=record.folder,
-                expected_folder=expected.folder,
-                layout=record.layout,
-                limits=limits,
-            )
-        )
+        return self.apart(lambda: compare(record, expected, limits))
 
     def compare_with_one(self, record: Record, expected: Record, dtype: Exact) -> tuple[Comparison, Limits]:
         """Compare strictly; where rounding noise may explain what is off in fp64, measure it and compare again."""
@@ -192,11 +184,10 @@ class Bench:
         """Train one step with dropout on and compare masks; remembered for plans that split the model alike."""
         key = plan.layout, plan.zero
         if key not in self._masks:
-            watched = on_ranks(
-                lambda world: watch_masks(world, self.preparation, plan),
-                plan.layout.world_size,
-                timeout_s=self.timeout_s,
-                backend=self.backend,
+            folder, eager = self._new_folder(), without_graphs(plan)
+            limit = pause_limit(eager, self._longest_s, self.timeout_s)
+            watched = self._on_ranks(
+                lambda world: watch_masks(world, self.preparation, eager, folder, limit), eager, folder
             )
             finding = judge_masks([masks for masks, _ in watched], plan.layout)
             refusals = [refused for _, refused in watched if refused is not None]

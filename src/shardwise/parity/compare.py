@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardwise.layout import Layout
+    from shardwise.parity.bench import Record
 
 EXACT = 1e-9
 """Largest relative difference in fp64: rounding ends up near 1e-13, real differences near 1e-3."""
@@ -84,20 +85,12 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Largest relative gap by kind."""
 
 
-def compare(
-    observed: Sequence[Traced],
-    expected: Traced,
-    *,
-    folder: Path,
-    expected_folder: Path,
-    layout: Layout,
-    limits: Limits,
-) -> Comparison:
+def compare(record: Record, expected: Record, limits: Limits) -> Comparison:
     """Compare a plan's ranks with one process; reads whole tensors from both folders."""
     worst: Gap | None = None
     first: list[Gap] = []
     largest: dict[Kind, float] = {}
-    for gaps in _moments(observed, expected, folder, expected_folder, layout, limits):
+    for gaps in _moments(record, expected, limits):
         for gap in gaps:
             worst = gap if worst is None or gap.beyond > worst.beyond else worst
             largest[gap.kind] = max(largest.get(gap.kind, 0.0), gap.relative)
@@ -117,15 +110,10 @@ def losses_of(traced: Sequence[Traced], layout: Layout) -> list[float]:
     return [sum(step) for step in zip(*shares, strict=True)]
 
 
-def _moments(  # noqa: PLR0917 - positions of one private caller
-    observed: Sequence[Traced],
-    expected: Traced,
-    folder: Path,
-    expected_folder: Path,
-    layout: Layout,
-    limits: Limits,
-) -> Iterator[list[Gap]]:
+def _moments(record: Record, reference: Record, limits: Limits) -> Iterator[list[Gap]]:
     """Yield the gaps of each moment, in the order of training."""
+    observed, folder, layout = record.traced, record.folder, record.layout
+    expected, expected_folder = reference.traced[0], reference.folder
     steps = len(expected.losses)
     start, expected_start = _values(folder, 0), _values(expected_folder, 0)
     yield _tensor_gaps("initial value", None, start, expected_start, limits)

@@ -16,11 +16,13 @@ from shardwise.errors import InputError
 from shardwise.parallel.apply import unwrap
 from shardwise.parity.capture import Print, fingerprint
 from shardwise.parity.prepare import Preparation, prepare_job
+from shardwise.parity.ranks import PauseLimit, Pulse, watched
 from shardwise.parity.report import Finding
 from shardwise.training.build import build_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from torch import Tensor, nn
 
@@ -41,27 +43,36 @@ class Mask(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the mask; empty for activations too small to tell, and where nothing is dropped (a rate of 0)."""
 
 
-def watch_masks(world: World, preparation: Preparation, plan: Plan) -> tuple[list[Mask], InputError | None]:
+def without_graphs(plan: Plan) -> Plan:
+    """Return the plan that masks are noted under: a graph would draw in place of torch's function."""
+    return dataclasses.replace(plan, compile="none")
+
+
+def watch_masks(
+    world: World, preparation: Preparation, plan: Plan, folder: Path, limit: PauseLimit
+) -> tuple[list[Mask], InputError | None]:
     """Train one step with dropout on and return every mask, in order; communicates over the world, on every rank.
 
-    A step that is refused is returned beside them: masks that differ make gradients differ, and name the cause. Not
-    compiled, whatever the plan: a graph would draw in place of torch's function, from the same generator.
+    A step that is refused is returned beside them: masks that differ make gradients differ, and name the cause. A rank
+    that makes no progress for longer than `limit` writes where it stands into `folder`, and ends.
     """
-    plan = dataclasses.replace(plan, compile="none")
-    job = prepare_job(msgspec.structs.replace(preparation, dropout=True, steps=1))
-    step = build_step(job, plan, world)
+    pulse = Pulse()
     refused = None
-    with _watched(unwrap(step.model)) as masks:
-        for batch in step.feed:
-            try:
-                step(batch)
-            except InputError as error:
-                refused = error
+    with watched(pulse, limit, world.rank, folder):
+        job = prepare_job(msgspec.structs.replace(preparation, dropout=True, steps=1))
+        step = build_step(job, plan, world)
+        with _noted_masks(unwrap(step.model), pulse) as masks:
+            for batch in step.feed:
+                pulse.beat()
+                try:
+                    step(batch)
+                except InputError as error:
+                    refused = error
     return masks, refused
 
 
 @contextmanager
-def _watched(model: nn.Module) -> Iterator[list[Mask]]:
+def _noted_masks(model: nn.Module, pulse: Pulse) -> Iterator[list[Mask]]:
     """Note every call of dropout, which modules and functions all make through torch's one function."""
     masks: list[Mask] = []
     path = [""]
@@ -72,6 +83,7 @@ def _watched(model: nn.Module) -> Iterator[list[Mask]]:
     right = functional.dropout
 
     def dropout(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002 - the name is torch's
+        pulse.beat()
         state = torch.get_rng_state()
         kept = right(torch.ones_like(input), *args, **kwargs)  # of the input itself some entries may be 0 before
         masks.append(Mask(place=path[-1], given=fingerprint(input), dropped=_digest(kept)))

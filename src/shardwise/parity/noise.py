@@ -17,7 +17,7 @@ from shardwise.parity.capture import grads_file, values_file
 from shardwise.parity.compare import EXACT, KINDS, NOISE, Limits, compare, load_tensors, relative_gaps, strict_limits
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -54,7 +54,7 @@ def measure_noise(dtype: Exact, base: Record, whole: Sequence[Record], split: Se
     kept = Limits(kinds=strict_limits().kinds, compared=masks)
     floors: dict[Kind, float] = dict.fromkeys(KINDS, _LEAST[dtype])
     for other in others:
-        for kind, gap in _largest(other, base, kept).items():
+        for kind, gap in compare(other, base, kept).largest.items():
             floors[kind] = max(floors[kind], gap)
     buffers = _gaps(base, whole, "buffers")
     own = {name: NOISE * gap for name, gap in buffers.items() if gap > _AMPLIFIED[dtype]}
@@ -120,17 +120,6 @@ def _is_noise(gradient: Tensor, varied: Sequence[Tensor], condition: float) -> T
     spread = torch.stack([(each - gradient).abs() for each in varied]).amax(0)
     touched = (gradient != 0) | (spread != 0)
     return touched & (gradient.abs() <= condition * spread.max())
-
-
-def _largest(record: Record, base: Record, limits: Limits) -> Mapping[Kind, float]:
-    return compare(
-        record.traced,
-        base.traced[0],
-        folder=record.folder,
-        expected_folder=base.folder,
-        layout=record.layout,
-        limits=limits,
-    ).largest
 
 
 def _gaps(base: Record, others: Sequence[Record], which: str) -> dict[str, float]:

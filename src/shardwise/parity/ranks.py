@@ -18,6 +18,7 @@ import torch
 
 from shardwise.bench.ranks import require_backend
 from shardwise.dist import local_world, world
+from shardwise.doctor.guard.straggler import Crowding, look_at_cores
 from shardwise.errors import InputError, RankFailedError
 from shardwise.launcher.local.function import run_forked
 from shardwise.launcher.mpirun import run_by_mpirun
@@ -110,6 +111,8 @@ def _write_to(path: Path) -> None:
 # Compilers and other engines pause where one process does not: while they build, and in the first step of each kind
 # (full, short, evaluation). There the limit is long. Afterwards a rank may pause twice as long as it did itself,
 # since to compile a graph again takes no longer than the first time.
+# Time in which some rank was ready to run and got no core, or which the host of a virtual machine took, is not part of
+# a pause: ranks that wait for a starved one are not stuck. A rank that hangs is not ready to run.
 
 
 LEAST_S = 15.0
@@ -184,16 +187,22 @@ class Pulse:
         """Whether the rank still builds, or does something of a kind that it has not done before."""
         self._kinds: set[int | str] = set()
         self._last = time.monotonic()
+        self._starved_s = 0.0
 
     @property
     def pause_s(self) -> float:
-        """Seconds since the last moment."""
-        return time.monotonic() - self._last
+        """Seconds since the last moment, without those in which a rank of the plan got no core."""
+        return max(0.0, time.monotonic() - self._last - self._starved_s)
 
     def beat(self) -> None:
         """Note progress."""
         self.longest_s = max(self.longest_s, self.pause_s)
         self._last = time.monotonic()
+        self._starved_s = 0.0
+
+    def starve(self, seconds: float) -> None:
+        """Note seconds of this pause in which a rank of the plan got no core."""
+        self._starved_s += seconds
 
     def begin(self, kind: int | str) -> None:
         """Note progress, and of which kind the work is that begins now."""
@@ -212,9 +221,12 @@ def watched(pulse: Pulse, limit: PauseLimit, rank: int, folder: Path) -> Iterato
     """End this process when it makes no progress for longer than the limit, after it wrote where it stands."""
     over = threading.Event()
     main = threading.get_ident()
+    (folder / f"rank-{rank}-{os.getpid()}").touch()
 
     def watch() -> None:
+        cores = _Cores(folder)
         while not over.wait(min(1.0, limit.usual_s / 10)):
+            pulse.starve(cores.lacked_s())
             pause_s = pulse.pause_s
             if pause_s > limit.at(pulse):
                 frame = sys._current_frames()[main]  # noqa: SLF001 - Python's only way to another thread
@@ -228,6 +240,27 @@ def watched(pulse: Pulse, limit: PauseLimit, rank: int, folder: Path) -> Iterato
         yield
     finally:
         over.set()
+
+
+class _Cores:
+    """Whether the ranks that left their process ids in a folder get the cores they want."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._before = self._look()
+        self._looked_at = time.monotonic()
+
+    def lacked_s(self) -> float:
+        """Return the seconds since the last call in which the rank that waited longest got no core."""
+        now, at = self._look(), time.monotonic()
+        before, passed_s = self._before, at - self._looked_at
+        self._before, self._looked_at = now, at
+        queued_s = [seconds - before.queued_s.get(rank, seconds) for rank, seconds in now.queued_s.items()]
+        return min(passed_s, max(queued_s, default=0.0) + now.stolen_s - before.stolen_s)
+
+    def _look(self) -> Crowding:
+        names = [file.name.split("-") for file in self._folder.glob("rank-*")]
+        return look_at_cores({int(rank): int(pid) for _, rank, pid in names})
 
 
 def read_stuck(folder: Path) -> tuple[Stuck, ...]:

@@ -11,7 +11,8 @@ from shardwise.parity.capture import Traced
 from shardwise.parity.compare import Comparison
 from shardwise.parity.diagnose import diagnose
 from shardwise.parity.evidence import Cell, Evidence
-from shardwise.parity.masks import Mask, _watched, judge_masks
+from shardwise.parity.masks import Mask, _noted_masks, judge_masks
+from shardwise.parity.ranks import Pulse
 from shardwise.parity.report import Gap
 from shardwise.plans import Plan
 
@@ -246,7 +247,7 @@ def test_ranks_with_other_samples_or_tokens_must_not_drop_the_same_in_every_call
 @pytest.mark.parametrize(("rate", "is_mask"), [(0.0, False), (0.5, True)])
 def test_a_dropout_that_drops_nothing_has_no_mask(rate, is_mask):
     dropout = torch.nn.Dropout(rate)
-    with _watched(dropout) as seen:
+    with _noted_masks(dropout, Pulse()) as seen:
         dropout(torch.ones(64))
     assert [bool(mask.dropped) for mask in seen] == [is_mask]
 

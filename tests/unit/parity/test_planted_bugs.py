@@ -410,12 +410,13 @@ def test_a_combination_that_trains_wrongly_without_an_error_is_caught(monkeypatc
     assert verdict_on(plan, job="untied", nproc=4).status == "failed"
 
 
-def test_a_rank_that_hangs_ends_its_plan_and_every_rank_is_located(plant, monkeypatch):
-    def leave_peers_waiting(right, self, batches, weight):
-        if dist.get_rank() == 1:
-            time.sleep(3600)
-        return right(self, batches, weight)
+def leave_peers_waiting(right, self, *args):
+    if dist.get_rank() == 1:
+        time.sleep(3600)
+    return right(self, *args)
 
+
+def test_a_rank_that_hangs_ends_its_plan_and_every_rank_is_located(plant, monkeypatch):
     monkeypatch.setattr(pulse, "LEAST_S", 2.0)
     plant(plain.PlainStep, "_accumulate", leave_peers_waiting)
     finding = finding_on("ddp")
@@ -423,6 +424,28 @@ def test_a_rank_that_hangs_ends_its_plan_and_every_rank_is_located(plant, monkey
     assert f"rank 1 is at {__file__}" in finding.evidence
     assert "leave_peers_waiting" in finding.evidence
     assert finding.ranks == (0, 1)
+
+
+def test_a_rank_that_hangs_with_dropout_on_ends_its_plan_as_well(plant, monkeypatch):
+    monkeypatch.setattr(pulse, "LEAST_S", 2.0)
+    plant(torch.nn.Dropout, "forward", lambda right, self, x: leave_peers_waiting(right, self, x) if self.p else x)
+    finding = finding_on("ddp", job="with_dropout")
+    assert (finding.cause, finding.ranks) == ("hang", (0, 1))
+    assert "leave_peers_waiting" in finding.evidence
+
+
+@pytest.mark.prove
+def test_a_hang_in_a_later_step_ends_a_compiled_plan(plant, monkeypatch):
+    def hang_in_the_second_full_step(right, self, batch):
+        self.full_steps = getattr(self, "full_steps", 0) + (batch.samples == 40)
+        return leave_peers_waiting(right, self, batch) if self.full_steps == 2 else right(self, batch)
+
+    monkeypatch.setattr(pulse, "LEAST_S", 2.0)
+    assert verdict_on("ddp+compile=blocks").status == "passed"
+    plant(plain.PlainStep, "__call__", hang_in_the_second_full_step)
+    finding = finding_on("ddp+compile=blocks")
+    assert (finding.cause, finding.ranks) == ("hang", (0, 1))
+    assert "leave_peers_waiting" in finding.evidence
 
 
 def test_random_numbers_that_no_switch_stops():

@@ -1,5 +1,7 @@
 """Ranks without progress: which pauses end a rank, and how long compilers and other engines may take."""
 
+import multiprocessing
+import os
 import time
 
 import pytest
@@ -10,6 +12,28 @@ from shardwise.parity.ranks import PauseLimit, Pulse, pause_limit, read_stuck, w
 from shardwise.planner.settle import Device, settle
 
 LIMIT = PauseLimit(usual_s=0.5, first_s=60.0)
+SHORT = PauseLimit(usual_s=1.0)
+
+
+@pytest.fixture
+def crowded_core():
+    """One core that other processes keep busy, so that a process on it has an eighth of its time."""
+    core = min(os.sched_getaffinity(0))
+    others = [multiprocessing.Process(target=burn, args=(core, 600.0), daemon=True) for _ in range(7)]
+    for other in others:
+        other.start()
+    yield core
+    for other in others:
+        other.kill()
+        other.join()
+
+
+def burn(core, seconds):
+    """Use so many seconds of one core."""
+    os.sched_setaffinity(0, {core})
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
 
 
 def limit_of(plan):
@@ -58,3 +82,18 @@ def test_a_rank_that_hangs_in_a_later_step_ends_after_one_that_took_as_long_in_t
     assert (tmp_path / "second").exists()
     assert f"{__file__}:" in stuck.place
     assert stuck.pause_s > 2 * 3 * LIMIT.usual_s  # twice the longest pause so far
+
+
+def test_neither_a_rank_that_gets_no_core_nor_one_that_waits_for_it_is_stuck(tmp_path, crowded_core):
+    def train(rank):
+        began = time.monotonic()
+        with watched(Pulse(), SHORT, rank, tmp_path):
+            if rank == 0:
+                burn(crowded_core, 0.4)
+                (tmp_path / "done").touch()
+            while not (tmp_path / "done").exists():
+                time.sleep(0.01)
+        return time.monotonic() - began
+
+    assert min(run_forked(train, 2, timeout_s=120)) > 1.5 * SHORT.usual_s
+    assert not read_stuck(tmp_path)
