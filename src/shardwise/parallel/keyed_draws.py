@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 DRAW = 'or Job(masks="drawn")'
 """What a refusal offers in the end."""
-_PLACE = "keyed_place"
+PLACE = "keyed_place"
+"""Attribute of every prepared module: the draws of its model and its own name."""
 _MIX_A = 0x85EBCA6B - (1 << 32)  # the 32-bit finaliser of MurmurHash3 (public domain, Austin Appleby), as int32
 _MIX_B = 0xC2B2AE35 - (1 << 32)
 _LOW_32 = (1 << 32) - 1
@@ -143,12 +144,12 @@ def assign_places(module: nn.Module, *, staged: bool) -> None:
     shared = [name for found in names.values() if staged and len(found) > 1 for name in found]
     draws = KeyedDraws(shared=frozenset(shared))
     for part, (name, *_) in names.items():
-        setattr(part, _PLACE, (draws, name))
+        setattr(part, PLACE, (draws, name))
 
 
 def draws_of(module: nn.Module) -> KeyedDraws | None:
     """Return what the modules inside `module` draw with; None where draws are not keyed."""
-    places = (getattr(part, _PLACE, None) for _, part in module.named_modules(_memo()))
+    places = (getattr(part, PLACE, None) for _, part in module.named_modules(_memo()))
     return next((place[0] for place in places if place is not None), None)
 
 
@@ -156,7 +157,7 @@ def follow_modules(module: nn.Module, looked: Callable[[], None]) -> list[Any]:
     """Keep the path of `draws_of(module)`; returns the hooks. `looked` is called before each change of it."""
     hooks = []
     for _, part in module.named_modules(_memo()):
-        place = getattr(part, _PLACE, None)
+        place = getattr(part, PLACE, None)
         if place is None or not place[1]:
             continue
 

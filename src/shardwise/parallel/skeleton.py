@@ -188,6 +188,9 @@ class _Recorder(TorchDispatchMode):
 
 
 _REGISTERED = {"_parameters", "_buffers", "_modules"}
+_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+"""Ends of the attributes in which nn.Module keeps its hooks, which are not values of the model."""
+
 _DEPTH = 4
 """Levels of lists, tuples, sets and dicts inside an attribute that are looked into."""
 
@@ -196,7 +199,7 @@ def plain_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield (place, value) of everything in the attributes of all modules, containers opened, modules left out."""
     for path, part in module.named_modules():
         for key, value in vars(part).items():
-            if key not in _REGISTERED and not key.endswith(("_hooks", "_hooks_with_kwargs")):
+            if key not in _REGISTERED and not key.endswith(_HOOKS):
                 yield from _leaves(f"{path}.{key}" if path else key, value, _DEPTH)
 
 
@@ -206,7 +209,7 @@ def attribute_values(part: nn.Module, seen: set[int]) -> Iterator[tuple[str, lis
     Each plain object is opened once: `seen` are the ids of those that were.
     """
     for key, value in {**vars(part), **part._buffers}.items():  # noqa: SLF001 - without the children's
-        if key not in _REGISTERED and not key.endswith(("_hooks", "_hooks_with_kwargs")):
+        if key not in _REGISTERED and not key.endswith(_HOOKS):
             leaves = [leaf for _, leaf in _leaves(key, value, _DEPTH)]
             opened: list[Any] = []
             for leaf in leaves:

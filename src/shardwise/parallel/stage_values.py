@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from shardwise.errors import JobError
+from shardwise.parallel.keyed_draws import PLACE
 from shardwise.parallel.skeleton import attribute_values
 
 if TYPE_CHECKING:
@@ -152,6 +153,8 @@ def _values(parts: Parts) -> Values:
     found: Values = {}
     for path, part in parts.items():
         for key, leaves in attribute_values(part, seen):
+            if key == PLACE:
+                continue  # where keyed random numbers are drawn: every stage keeps its own
             # Values themselves, not their ids: an id is only good while its object lives.
             found[path, key] = [(leaf, leaf._version if isinstance(leaf, Tensor) else 0) for leaf in leaves]  # noqa: SLF001
     return found
