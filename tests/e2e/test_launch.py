@@ -144,11 +144,17 @@ def test_restart_after_kill_and_then_success(folder):
 
 
 def test_fresh_processes_meet_and_restart_too(folder):
-    done = launch(folder, "--nproc", "2", "--start-method", "spawn", "--max-restarts", "1", "script.py", "kill", "1")
+    # The rank dies before it imports torch, which every fresh process does anew.
+    dying = "import os, signal\nif os.environ['RANK'] + os.environ['TORCHELASTIC_RESTART_COUNT'] == '10':\n"
+    (folder / "dying.py").write_text(dying + "    os.kill(os.getpid(), signal.SIGKILL)\n" + SCRIPT)
+    done = launch(folder, "--nproc", "2", "--start-method", "spawn", "--max-restarts", "1", "dying.py")
     assert done.returncode == 0, done.stderr
+    assert "rank 1 failed; restart 1 of 1" in done.stderr
+    assert done.stdout.count("sum") == 2
     assert not working_in(folder)
 
 
+@pytest.mark.representative("raise", "kill")
 @pytest.mark.parametrize(
     ("how", "last"),
     [
@@ -156,6 +162,7 @@ def test_fresh_processes_meet_and_restart_too(folder):
         ("kill", "rank 1 failed first: SIGKILL (usually the kernel when host memory runs out, or kill -9)"),
         ("leave", "rank 1 failed first: exit code 7"),
     ],
+    ids=["raise", "kill", "leave"],
 )
 def test_report_ends_with_the_root_cause(folder, how, last):
     done = launch(folder, "--nproc", "2", "script.py", how, "9")

@@ -1,8 +1,6 @@
 """Docs that cannot rot: every command in them runs, every quoted example is the file's own text."""
 
 import inspect
-import itertools
-import random
 import re
 import shlex
 import subprocess
@@ -43,24 +41,24 @@ def kind(command):
 
 
 def every_command():
-    """All run in `make prove`; here README's first of each kind runs, and of the kinds on other pages half.
+    """All run in `make prove`, and here the first of each kind: a command costs two imports of torch.
 
-    A command costs two imports of torch, and `make demo` a minute. Every part of bench is run by the tests of its own.
+    `make demo` takes a minute; parts of bench, drills and mpirun are run by tests of their own; chains are long.
     """
     alike = defaultdict(list)
     for page in PAGES:
         for command in commands(page):
             alike[kind(command)].append((page.name, command))
-    promised = [group[0] for name, group in alike.items() if group[0][0] == "README.md" and name[0] != "make"]
-    others = [
-        group[0]
-        for name, group in alike.items()
-        if group[0][0] != "README.md" and "bench" not in name and group[0][1].count("&&") < 4
-    ]
-    here = {*promised, *random.Random(0).sample(others, len(others) // 2)}
-    for page, command in itertools.chain.from_iterable(alike.values()):
-        marks = [] if (page, command) in here else [pytest.mark.prove]
-        yield pytest.param(command, id=f"{page}: {command}", marks=marks)
+    for name, group in alike.items():
+        is_run_elsewhere = bool({"make", "bench", "drill", "mpirun"} & {*name}) and name != (
+            "shardwise",
+            "bench",
+            "comm",
+        )
+        for index, (page, command) in enumerate(group):
+            is_here = index == 0 and not is_run_elsewhere and command.count("&&") < 4
+            marks = [] if is_here else [pytest.mark.prove]
+            yield pytest.param(command, id=f"{page}: {command}", marks=marks)
 
 
 def parse(words):

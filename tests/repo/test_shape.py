@@ -13,10 +13,10 @@ RENDERER = SOURCE / "runs" / "console.py"
 ENVIRONMENT = SOURCE / "environment.py"
 
 
+@pytest.fixture(scope="module")
 def trees():
-    for path in FILES:
-        text = path.read_text()
-        yield path, text, ast.parse(text)
+    """Every file with its text and its tree, parsed once."""
+    return [(path, text := path.read_text(), ast.parse(text)) for path in FILES]
 
 
 def named(path, node):
@@ -27,8 +27,8 @@ def length(node):
     return node.end_lineno - node.lineno + 1
 
 
-def test_files_stay_small():
-    assert [str(path) for path, text, _ in trees() if text.count("\n") > LIMITS["file"]] == []
+def test_files_stay_small(trees):
+    assert [str(path) for path, text, _ in trees if text.count("\n") > LIMITS["file"]] == []
 
 
 @pytest.mark.parametrize(
@@ -36,20 +36,20 @@ def test_files_stay_small():
     [((ast.ClassDef,), LIMITS["class"]), ((ast.FunctionDef, ast.AsyncFunctionDef), LIMITS["function"])],
     ids=["classes", "functions"],
 )
-def test_classes_and_functions_stay_small(kinds, limit):
-    nodes = [(path, node) for path, _, tree in trees() for node in ast.walk(tree) if isinstance(node, kinds)]
+def test_classes_and_functions_stay_small(trees, kinds, limit):
+    nodes = [(path, node) for path, _, tree in trees for node in ast.walk(tree) if isinstance(node, kinds)]
     assert nodes
     assert [named(path, node) for path, node in nodes if length(node) > limit] == []
 
 
-def test_there_is_no_global_statement():
-    assert [named(p, n) for p, _, tree in trees() for n in ast.walk(tree) if isinstance(n, ast.Global)] == []
+def test_there_is_no_global_statement(trees):
+    assert [named(p, n) for p, _, tree in trees for n in ast.walk(tree) if isinstance(n, ast.Global)] == []
 
 
-def test_only_the_renderer_prints():
+def test_only_the_renderer_prints(trees):
     calls = [
         named(path, node)
-        for path, _, tree in trees()
+        for path, _, tree in trees
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
         if path != RENDERER
@@ -57,26 +57,26 @@ def test_only_the_renderer_prints():
     assert calls == []
 
 
-def test_only_environment_touches_environment_variables():
+def test_only_environment_touches_environment_variables(trees):
     touching = {"environ", "getenv", "putenv", "environb"}
     uses = [
         named(path, node)
-        for path, _, tree in trees()
+        for path, _, tree in trees
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         if node.value.id == "os" and node.attr in touching and path != ENVIRONMENT
     ]
     imported = [
         named(path, node)
-        for path, _, tree in trees()
+        for path, _, tree in trees
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and node.module == "os" and touching & {name.name for name in node.names}
     ]
     assert uses + imported == []
 
 
-def test_every_file_opens_with_a_sentence():
-    openings = {path: ast.get_docstring(tree) for path, _, tree in trees()}
+def test_every_file_opens_with_a_sentence(trees):
+    openings = {path: ast.get_docstring(tree) for path, _, tree in trees}
     assert [str(path) for path, text in openings.items() if not text or not text.splitlines()[0].endswith(".")] == []
 
 

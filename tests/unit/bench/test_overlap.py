@@ -103,6 +103,7 @@ def test_collectives_happen_while_the_switch_is_on_and_can_be_played_again():
         assert calls == [("allgather", 24), ("allreduce", 12)]
 
 
+@pytest.mark.representative("ddp-2", "zero3-2")
 @pytest.mark.parametrize(("name", "ranks"), [("ddp", 2), ("zero1", 2), ("zero3", 2), ("hsdp", 4)])
 def test_a_switched_world_trains_as_the_world_inside_it(job, name, ranks):
     plan = Plan.preset(name, ranks, batch_size=8)

@@ -45,6 +45,7 @@ def test_keyed_masks_are_the_same_on_other_ranks():
     assert verdict.measure.endswith("then as ddp on 1 rank")
 
 
+@pytest.mark.prove
 def test_a_plan_of_fixed_ranks_is_refitted():
     (verdict,) = report_on(["shard2.tp2"], job="untied", nproc=4, steps=4).verdicts
     assert verdict.status == "passed", verdict

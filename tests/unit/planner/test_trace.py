@@ -367,6 +367,17 @@ CASES = [
 ]
 
 
+@pytest.mark.representative(
+    "one-1-4-changes0",
+    "ddp-4-8-changes3",
+    "zero1-4-2-changes4",
+    "zero2-4-4-changes6",
+    "zero3-4-4-changes9",
+    "replicate2.shard2-4-4-changes10",
+    "tp4-4-4-changes11",
+    "cp2-2-8-changes12",
+    "one-1-8-changes15",
+)
 @pytest.mark.parametrize(("name", "ranks", "micro_batch", "changes"), CASES)
 def test_predicted_memory_is_what_a_step_holds(described, name, ranks, micro_batch, changes):
     predicted, peak = measured(described, name, ranks, micro_batch, **changes)

@@ -33,6 +33,7 @@ def exporting(world, preset, path):
     return sw.full_state_dict(step.model)
 
 
+@pytest.mark.representative("fsdp-2", "tp-2", "pp-2")
 @pytest.mark.parametrize(("preset", "ranks"), [("ddp", 1), ("ddp", 2), ("fsdp", 2), ("zero1", 2), ("tp", 2), ("pp", 2)])
 def test_bare_torch_loads_what_any_strategy_exported(tmp_path, preset, ranks):
     expected = run_ranks(exporting, ranks, preset, tmp_path / "model.pt")[0]

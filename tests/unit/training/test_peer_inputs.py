@@ -143,6 +143,7 @@ def test_context_parallel_ranks_are_fed_their_slices():
     assert sentence.startswith("ranks 0, 1 ")
 
 
+@pytest.mark.representative("pp2.shard2", "replicate2.tp2")
 @pytest.mark.parametrize("name", ["cp2.tp2", "replicate2.tp2", "pp2.shard2"])
 def test_peers_fed_what_the_feed_gives_train(name):
     assert run_ranks(stepped, 4, name, kept) == ["trained"] * 4

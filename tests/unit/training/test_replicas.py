@@ -49,6 +49,7 @@ EQUAL = [
 ]
 
 
+@pytest.mark.representative("4-hsdp-overrides3", "2-tp-overrides4")
 @pytest.mark.parametrize(("nproc", "name", "overrides"), EQUAL)
 def test_equal_replicas_are_left_in_peace(nproc, name, overrides):
     for texts, _ in run_ranks(verdicts, nproc, lambda _: sentences_job(), name, overrides=overrides):
