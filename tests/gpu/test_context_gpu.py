@@ -18,7 +18,7 @@ MEMORY = """
 import dataclasses, json, sys
 import torch
 import shardwise as sw
-from shardwise.plans import Device, settle
+from shardwise.planner.settle import Device, settle
 
 LENGTH = 8192
 

@@ -14,7 +14,8 @@ RANK = """
 import dataclasses, json, sys
 import torch
 import shardwise as sw
-from shardwise.plans import Device, Precision, settle
+from shardwise.planner.settle import Device, settle
+from shardwise.plans import Precision
 
 class Sentences(torch.utils.data.Dataset):
     def __len__(self):
