@@ -23,6 +23,7 @@ def check(name, plans, nproc=2):
         assert verdict.status == "passed", verdict
 
 
+@pytest.mark.representative("vit-zero3", "gpt2-pp+accumulation=4")
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "plan"), [("gpt2", "pp+accumulation=4"), ("llama", "tp"), ("vit", "zero3")])
 def test_a_slice_of_architectures_computes_what_one_process_computes(name, plan):

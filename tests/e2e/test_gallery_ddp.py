@@ -91,6 +91,7 @@ def test_plain_scripts_without_torchrun_say_what_to_type(script):
     assert output.splitlines()[-1].startswith(f"start it by torchrun --nproc_per_node=2 {script}")
 
 
+@pytest.mark.prove
 def test_ddp_mnist_runs_under_bare_srun():
     line = command(GUIDE, "srun", "ddp_mnist.py").partition("--ntasks=4 ")[2]
     job = {"SLURM_JOB_ID": str(free_port()), "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}

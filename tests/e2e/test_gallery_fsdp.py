@@ -73,7 +73,7 @@ def test_the_table_of_ways_to_save_has_the_rows_of_a_fresh_run(tmp_path, launche
     assert list((tmp_path / "runs" / "fsdp_checkpoint").iterdir()) == []
 
 
-@pytest.mark.representative("sharded", "shardwise")
+@pytest.mark.representative("sharded")
 @pytest.mark.parametrize("strategy", ["sharded", "async", "full", "shardwise"])
 def test_a_resumed_training_has_the_losses_of_an_uninterrupted_one(strategy, script, tmp_path):
     chapter = script("fsdp_checkpoint")

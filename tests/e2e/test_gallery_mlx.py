@@ -42,6 +42,7 @@ def rows_of_the_page():
     return {cell.replace("`", "") for cell in cells if cell.strip()} - {"PyTorch", "---"}
 
 
+@pytest.mark.prove
 def test_every_row_of_the_mapping_is_the_same_in_torch_and_mlx(tmp_path):
     [line] = CHAPTER.commands("mapping.py")
     found = re.findall(r"^(\S+) +(.+)$", run(line, tmp_path), re.MULTILINE)

@@ -163,6 +163,7 @@ def test_what_mlx_cannot_do_is_refused_in_one_sentence(tmp_path, monkeypatch, ca
 NEEDED = "engine mlx needs MLX, which is not installed: pip install 'shardwise[mlx]'"
 
 
+@pytest.mark.representative("asked for")
 @pytest.mark.parametrize(
     ("verb", "job", "words"),
     [

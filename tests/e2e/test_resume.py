@@ -4,11 +4,11 @@ import json
 import re
 import shlex
 import signal
-import subprocess
-import sys
 import time
 
 import torch
+
+from e2e.processes import Command
 
 JOB = """
 import os, signal, time
@@ -33,18 +33,12 @@ job = sw.Job(
 
 
 def start(folder, *arguments):
-    return subprocess.Popen(
-        [sys.executable, "-m", "shardwise", "train", "job.py", *arguments],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return Command(folder, "train", "job.py", *arguments)
 
 
 def finish(process):
-    output, _ = process.communicate(timeout=200)
-    return process.returncode, output
+    done = process.finish()
+    return done.returncode, done.stdout + done.stderr
 
 
 def losses(run):

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from e2e.processes import alive, wait_for
+from e2e.processes import Command, alive, wait_for
 
 JOB = """
 import os, signal, time, torch
@@ -47,6 +47,10 @@ def run(folder, command):
     )
 
 
+def train(folder, *arguments):
+    return Command(folder, "train", "job.py", *arguments, environ={**os.environ, "OMP_NUM_THREADS": "1"}).finish()
+
+
 def started_ranks(folder):
     """The pids that rank 0 announced in its start event, once it has trained a little."""
     for path in folder.glob("runs/*/events/rank0.jsonl"):
@@ -58,7 +62,7 @@ def started_ranks(folder):
 
 def test_two_processes_train_evaluate_and_report(tmp_path):
     write_job(tmp_path, epochs=20)
-    done = run(tmp_path, [*TRAIN, "--nproc", "2", "--run-dir", "out"])
+    done = train(tmp_path, "--nproc", "2", "--run-dir", "out")
     assert done.returncode == 0, done.stderr
     assert float(re.search(r"test accuracy\s+([0-9.]+)%", done.stdout)[1]) > 85
     assert "run directory   out" in done.stdout
@@ -75,13 +79,13 @@ def test_two_processes_train_evaluate_and_report(tmp_path):
     ]  # fmt: skip
     weights = torch.load(out / "weights.pt", weights_only=True)
     assert weights["1.weight"].shape == (10, 64)
-    again = run(tmp_path, [*TRAIN, "--nproc", "2", "--plan", "out/plan.toml", "--set", "epochs=1"])
+    again = train(tmp_path, "--nproc", "2", "--plan", "out/plan.toml", "--set", "epochs=1")
     assert again.returncode == 0, again.stderr
 
 
 def test_traceback_of_the_failing_rank_is_shown_last(tmp_path):
     write_job(tmp_path, how='raise ValueError("rank one is tired")')
-    done = run(tmp_path, [*TRAIN, "--nproc", "2"])
+    done = train(tmp_path, "--nproc", "2")
     assert done.returncode == 1
     *_, cause, where = done.stderr.strip().splitlines()
     assert cause.startswith("rank 1 failed first: ValueError: rank one is tired")
@@ -94,7 +98,7 @@ def test_traceback_of_the_failing_rank_is_shown_last(tmp_path):
 def test_bad_input_after_the_first_step_keeps_the_run(tmp_path):
     write_job(tmp_path, how='raise sw.ShardwiseError.__subclasses__()[0]("too late")', epochs=200)
     (tmp_path / "mine").mkdir()
-    done = run(tmp_path, [*TRAIN, "--nproc", "2", "--run-dir", "mine/run"])
+    done = train(tmp_path, "--nproc", "2", "--run-dir", "mine/run")
     assert "too late" in done.stderr
     assert (tmp_path / "mine" / "run" / "plan.toml").exists()
 
@@ -102,7 +106,7 @@ def test_bad_input_after_the_first_step_keeps_the_run(tmp_path):
 @pytest.mark.prove
 def test_killed_rank_is_named_and_not_the_one_that_noticed(tmp_path):
     write_job(tmp_path, how="os.kill(os.getpid(), signal.SIGKILL)")
-    done = run(tmp_path, [*TRAIN, "--nproc", "2"])
+    done = train(tmp_path, "--nproc", "2")
     assert done.returncode == 1
     assert "rank 1 failed first: SIGKILL" in done.stderr.strip().splitlines()[-2]
 

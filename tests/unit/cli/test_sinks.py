@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from monitor.synthetic import attempt_event, empty_run, start_event, steps_event, write
 
+from e2e.processes import Command
 from shardwise.cli import sinks
 from shardwise.monitor.sinks import SinkSpec
 
@@ -64,10 +65,8 @@ def test_a_training_is_in_the_tracker_when_it_ends(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (tmp_path / "job.py").write_text(JOB)
-    command = ["-m", "shardwise", "train", "job.py", "--nproc", "2", "--run-dir", "run", "--sink", "tensorboard:logs"]
-    done = subprocess.run(
-        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
-    )
+    words = ["train", "job.py", "--nproc", "2", "--run-dir", "run", "--sink", "tensorboard:logs"]
+    done = Command(tmp_path, *words).finish(240)
     assert done.returncode == 0, done.stderr
     if "slower than the run" in done.stderr:  # a busy machine: then what it says must bring the rest
         again = ["-m", "shardwise", "watch", "run", "--sink", "tensorboard:logs"]

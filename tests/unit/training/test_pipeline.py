@@ -186,7 +186,7 @@ def test_recomputed_blocks_train_as_in_one_process(selective):
     assert_equal(small, prepare=prepare)
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 def test_compiled_blocks_train_as_in_one_process():
     def prepare(stage):
         for block in find_blocks(stage).values():
