@@ -14,10 +14,10 @@ REACHED = {
     "files under 60 lines": 41,
     "modules under 80 lines with one importer": 19,
     "class names in several modules": 66,
-    "nested comprehensions with conditions": 87,
-    "nested conditional expressions": 38,
+    "nested comprehensions with conditions": 62,
+    "nested conditional expressions": 28,
     "comprehensions per 1,000 lines": 38.5,
-    "conditional expressions per 1,000 lines": 25.8,
+    "conditional expressions per 1,000 lines": 25.6,
     "imports inside functions": 356,
     "files that touch private torch names": 38,
 }

@@ -219,16 +219,15 @@ def advise(measured: Sequence[Overlap]) -> Advice:
         )
         for number, other in enumerate(others, start=1)
     ]
-    worth = [
-        each
-        for each in advice
-        if each.gain_s > each.spread_s
-        and len(own.rounds) > 1
-        and all(new < old for new, old in zip(measured[each.chosen].rounds, own.rounds, strict=True))
-    ]
+    clear = [each for each in advice if each.gain_s > each.spread_s]
+    worth = [each for each in clear if _gains_in_every_round(own, measured[each.chosen])]
     if worth:
         return max(worth, key=lambda each: each.gain_s)
     return dataclasses.replace(max(advice, key=lambda each: each.gain_s), chosen=0)
+
+
+def _gains_in_every_round(own: Overlap, other: Overlap) -> bool:
+    return len(own.rounds) > 1 and all(new < old for new, old in zip(other.rounds, own.rounds, strict=True))
 
 
 def _spread_s(measured: Overlap) -> float:

@@ -68,9 +68,11 @@ def scaling_table(curve: Curve) -> Table:
         row = [str(point.ranks), *([str(point.batch_size), point.plan] if has_batch else [])]
         row += [_rate(point.per_s), "" if point.spread is None else f"±{point.spread:.1%}"]
         row += [_efficiency(curve, point)]
-        row += [_rate(point.predicted_per_s) if point.predicted_per_s else ""] if has_predicted else []
-        parts = point.parts
-        row += ["" if parts is None else f"{1e3 * parts[name]:.2f}" for name in PARTS] if has_parts else []
+        if has_predicted:
+            row.append(_rate(point.predicted_per_s) if point.predicted_per_s else "")
+        if has_parts:
+            parts = point.parts
+            row += ["" if parts is None else f"{1e3 * parts[name]:.2f}" for name in PARTS]
         rows.append(tuple(row))
     return Table(header=tuple(header), rows=tuple(rows))
 

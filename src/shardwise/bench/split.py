@@ -129,7 +129,9 @@ def measure_turns(job: Job, plan: Plan, here: SwitchedWorld, *, turns: int, read
         kept: list[StepBatch] = [batch] * (0 if reads else steps)
         trained = ways.train(_keep(batches, kept, steps)) if reads else None
         whole = ways.train(kept)
-        compute = None if not can_switch else ways.compute(kept) if calls else whole
+        compute = whole if can_switch else None
+        if can_switch and calls:
+            compute = ways.compute(kept)
         found.append(Turn(trained=trained, whole=whole, compute=compute, communication=ways.communicate()))
     return Turns(turns=tuple(found), collectives=len(calls), num_bytes=sum(call.num_bytes for call in calls))
 
@@ -194,23 +196,28 @@ def split(ranks: Sequence[Turns]) -> Split:
     rows = list(zip(*(rank.turns for rank in ranks), strict=True))
     step = [max(turn.whole for turn in row) for row in rows]
     period = [max(turn.whole if turn.trained is None else turn.trained for turn in row) for row in rows]
-    computes = [[turn.compute for turn in row if turn.compute is not None] for row in rows]
+    computes = [_compute_times(row) for row in rows]
     slowest = [max(row) for row in computes if row]
     exposed = tuple(s - c for s, c in zip(step, slowest, strict=True)) if slowest else ()
+    parts = None
+    if slowest:
+        parts = {
+            "compute": statistics.median(statistics.mean(row) for row in computes),
+            "communication": max(0.0, statistics.median(exposed)),
+            "data": max(0.0, statistics.median(p - s for p, s in zip(period, step, strict=True))),
+            "idle": statistics.median(max(row) - statistics.mean(row) for row in computes),
+        }
     return Split(
         period=Timing.of(period),
         step=Timing.of(step),
         compute=Timing.of(slowest) if slowest else None,
         communication=Timing.of([max(turn.communication for turn in row) for row in rows]),
         exposed=exposed,
-        parts={
-            "compute": statistics.median(statistics.mean(row) for row in computes),
-            "communication": max(0.0, statistics.median(exposed)),
-            "data": max(0.0, statistics.median(p - s for p, s in zip(period, step, strict=True))),
-            "idle": statistics.median(max(row) - statistics.mean(row) for row in computes),
-        }
-        if slowest
-        else None,
+        parts=parts,
         collectives=ranks[0].collectives,
         num_bytes=ranks[0].num_bytes,
     )
+
+
+def _compute_times(row: Sequence[Turn]) -> list[float]:
+    return [turn.compute for turn in row if turn.compute is not None]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.bench.p2p.findings import HEADER, by_block, kind_rows, node_labels, unit_of
+from shardwise.bench.p2p.findings import HEADER, by_block, kind_rows, node_labels, slow_pairs, unit_of
 from shardwise.bench.p2p.verdict import find_slow, in_words
 from shardwise.bench.report.draw import in_bytes
 from shardwise.runs.console import say
@@ -32,12 +32,11 @@ def show_pairs(pairs: Pairs) -> None:
     say(f"{len(pairs.places)} ranks on {where} · {pairs.backend} · {pairs.places[0].device} · {apart}")
     slow = find_slow(pairs)
     for quantity, values in (("latency", pairs.latencies), ("bandwidth", pairs.rates)):
-        marked = {pair for link in slow if link.quantity == quantity for pair in link.pairs}
         size = in_bytes(spec.small_bytes if quantity == "latency" else spec.large_bytes or 0)
         say("")
         unit, scale = unit_of(quantity, values.values())
         say(f"{quantity} of {size} in {unit}, from row to column, at best")
-        _show_matrix({pair: value / scale for pair, value in values.items()}, pairs, marked)
+        _show_matrix({pair: value / scale for pair, value in values.items()}, pairs, slow_pairs(slow, quantity))
     say("")
     _print(_table(HEADER, kind_rows(pairs), left=2))
     say("")

@@ -72,7 +72,9 @@ def prepare(spec: CollectiveSpec, group: dist.ProcessGroup, device: torch.device
     size_bytes = size_of(counted_as, count, itemsize, ranks)
     whole = size_bytes // itemsize
     sent = torch.zeros(whole if kind.sends_whole else count, dtype=spec.dtype, device=device)
-    received = sent.new_zeros(whole if kind.receives_whole else count) if kind.is_cut else sent
+    received = sent
+    if kind.is_cut:
+        received = sent.new_zeros(whole if kind.receives_whole else count)
     tensors = _Tensors(spec=spec, group=group, rank=dist.get_rank(group), ranks=ranks, sent=sent, received=received)
     start = MAKERS[name](tensors)
     return Collective(

@@ -189,11 +189,11 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def shown_columns(rows: Sequence[Row]) -> list[int]:
     """Return which columns say something about these rows."""
-    return [
-        index
-        for index, (name, _, _) in enumerate(COLUMNS)
-        if name not in _OPTIONAL or any(getattr(row, name) != _OPTIONAL[name] for row in rows)
-    ]
+    return [index for index, (name, _, _) in enumerate(COLUMNS) if _is_shown(name, rows)]
+
+
+def _is_shown(name: str, rows: Sequence[Row]) -> bool:
+    return name not in _OPTIONAL or any(getattr(row, name) != _OPTIONAL[name] for row in rows)
 
 
 def table_lines(rows: Sequence[Row]) -> list[str]:

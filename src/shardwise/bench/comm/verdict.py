@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -125,8 +126,11 @@ def sentence(found: CommMeasurement, verdicts: Iterable[SeriesVerdict]) -> str:
         return f"{checked}; {reason}"
     good = [verdict.name for verdict in judged if verdict.is_good]
     slow = [f"{verdict.name} ({verdict.share:.0%})" for verdict in judged if not verdict.is_good]
-    parts = [f"good: {', '.join(good)}" if len(good) <= _NAMED else f"{len(good)} good"] if good else []
-    parts += [f"slow: {', '.join(slow)}"] if slow else []
+    parts = []
+    if good:
+        parts.append(f"good: {', '.join(good)}" if len(good) <= _NAMED else f"{len(good)} good")
+    if slow:
+        parts.append(f"slow: {', '.join(slow)}")
     ceiling = next(found.ceilings[verdict.group] for verdict in judged)
     beside = f" (beside {ceiling.link}, {ceiling.words})" if ceiling is not None else ""
     return f"{checked}; {'; '.join(parts)}{beside}"
@@ -281,7 +285,9 @@ def findings(
 
 def _speed(found: CommMeasurement, verdicts: Sequence[SeriesVerdict]) -> Section:
     named = {verdict.series: verdict for verdict in verdicts if verdict.collective != "barrier"}
-    lines = {key: [row for row in found.rows if row.series == key] for key in named}
+    lines = defaultdict(list)
+    for row in found.rows:
+        lines[row.series].append(row)
     bandwidth = Plot(
         title="Bus bandwidth",
         x_label="size",

@@ -89,7 +89,9 @@ def check_names(name: str, op: str | None, size: int) -> tuple[str, ...]:
 
 def default_nproc(name: str) -> int:
     """Return how many ranks show `name` best."""
-    return CASES[name].nproc if name in CASES else 2 if name == DDP else 4
+    if name in CASES:
+        return CASES[name].nproc
+    return 2 if name == DDP else 4
 
 
 def explain_on_ranks(

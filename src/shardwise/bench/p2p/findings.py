@@ -12,9 +12,10 @@ from shardwise.bench.report.draw import in_bytes
 from shardwise.bench.report.findings import Findings, Heat, Section, Table
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from shardwise.bench.p2p.pairs import Pairs, PairTiming
+    from shardwise.bench.p2p.verdict import SlowLink
 
 MOST_CELLS = 64
 """Ranks up to which a report has a cell for each pair; above, one for each pair of nodes."""
@@ -26,13 +27,7 @@ def find_links(pairs: Pairs, facts: tuple[tuple[str, str], ...]) -> Findings:
     words = in_words(pairs)
     slow = find_slow(pairs)
     maps = tuple(
-        heat(
-            f"{quantity}, from row to column",
-            quantity,
-            values,
-            pairs,
-            marked={pair for link in slow if link.quantity == quantity for pair in link.pairs},
-        )
+        heat(f"{quantity}, from row to column", quantity, values, pairs, marked=slow_pairs(slow, quantity))
         for quantity, values in (("latency", pairs.latencies), ("bandwidth", pairs.rates))
     )
     hosts = ", ".join(dict.fromkeys(place.host for place in pairs.places))
@@ -47,6 +42,12 @@ def find_links(pairs: Pairs, facts: tuple[tuple[str, str], ...]) -> Findings:
             *(_of_way(pairs, way) for way in pairs.spec.ways if len(pairs.spec.ways) > 1),
         ),
     )
+
+
+def slow_pairs(slow: Iterable[SlowLink], quantity: str) -> set[tuple[int, int]]:
+    """Return the pairs of all links that are slow in this quantity."""
+    links = [link for link in slow if link.quantity == quantity]
+    return {pair for link in links for pair in link.pairs}
 
 
 def method(pairs: Pairs) -> tuple[str, ...]:

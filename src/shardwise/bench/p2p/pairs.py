@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -144,7 +145,7 @@ def measure_world(world: World, spec: PairSpec) -> Pairs:
 
 def every_pair(size: int) -> list[tuple[int, int]]:
     """Return all ordered pairs of ranks."""
-    return [(source, target) for source in range(size) for target in range(size) if source != target]
+    return list(itertools.permutations(range(size), 2))
 
 
 def tournament(size: int) -> list[list[tuple[int, int]]]:

@@ -72,7 +72,8 @@ def colours_of(series: Sequence[Series]) -> tuple[str, ...]:
 
 def draw_plot(plot: Plot, width: int) -> str:
     """Return the plot as an SVG element of this width, "" when no point of it can be shown."""
-    points = [point for one in plot.series for point in one.points if _shown(plot, point)]
+    points = [point for one in plot.series for point in one.points]
+    points = [point for point in points if _shown(plot, point)]
     x_axis = axis_over((x for x, _ in points), log=plot.log_x, is_bytes=plot.x_is_bytes)
     y_axis = axis_over((y for _, y in points), log=plot.log_y, from_zero=True)
     if x_axis is None or y_axis is None:
@@ -336,8 +337,10 @@ def has_place(value: float, *, log: bool) -> bool:
 
 def in_digits(value: float, digits: int = 4) -> str:
     """Return a number with at most so many digits that matter, as people write it; words where it is none."""
-    if not math.isfinite(value):
-        return "no number" if math.isnan(value) else ("infinite" if value > 0 else "minus infinite")
+    if math.isnan(value):
+        return "no number"
+    if math.isinf(value):
+        return "infinite" if value > 0 else "minus infinite"
     size = abs(value)
     if size != 0 and (size < 1e-4 or size >= 1e12):
         mantissa, _, exponent = f"{value:.2e}".partition("e")
@@ -371,4 +374,5 @@ def _powers(low: float, high: float, most: int, *, base: float) -> list[float]:
 
 def _ones_twos_fives(low: float, high: float) -> list[float]:
     decades = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
-    return [10.0**decade * digit for decade in decades for digit in (1, 2, 5) if low <= 10.0**decade * digit <= high]
+    marks = [10.0**decade * digit for decade in decades for digit in (1, 2, 5)]
+    return [mark for mark in marks if low <= mark <= high]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from html import escape
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
 from shardwise.bench.report.draw import NARROW, WIDE, colours_of, draw_bars, draw_plot, in_digits
@@ -102,7 +102,8 @@ def _table(table: Table) -> str:
 
 
 def _heat(heat: Heat) -> str:
-    known = [value for row in heat.values for value in row if value is not None and math.isfinite(value)]
+    values = chain.from_iterable(heat.values)
+    known = [value for value in values if value is not None and math.isfinite(value)]
     high = max(known, default=0.0)
     low = min(min(known, default=0.0), high - _LEAST_SPREAD * abs(high))
     head = "".join(f"<th>{escape(label)}</th>" for label in heat.column_labels)

@@ -83,16 +83,14 @@ def _spread(places: Sequence[float]) -> list[float]:
 
 
 def _heat_rows(heat: Heat) -> list[tuple[str, ...]]:
-    return [
-        (
-            label,
-            *(
-                "" if value is None else in_digits(value) + (" (!)" if (number, place) in heat.marked else "")
-                for place, value in enumerate(row)
-            ),
-        )
-        for number, (label, row) in enumerate(zip(heat.row_labels, heat.values, strict=True))
-    ]
+    rows = []
+    for number, (label, row) in enumerate(zip(heat.row_labels, heat.values, strict=True)):
+        cells = ["" if value is None else in_digits(value) for value in row]
+        for place, value in enumerate(row):
+            if value is not None and (number, place) in heat.marked:
+                cells[place] += " (!)"
+        rows.append((label, *cells))
+    return rows
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -144,10 +144,10 @@ def find_sign(kind: Kind, mark: FaultMark, text: str) -> str:
 
 def read_losses(events: Sequence[Event]) -> list[tuple[float, int, float]]:
     """Return when each loss was published, its step and its value, in order; steps done again are there again."""
+    published = [event for event in events if event.kind == "steps" and event.rank == 0]
     return [
         (event.at, number, math.nan if loss is None else float(loss))
-        for event in events
-        if event.kind == "steps" and event.rank == 0
+        for event in published
         for number, loss in enumerate(event.fields["losses"], event.fields["first"])
     ]
 

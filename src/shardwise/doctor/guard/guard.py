@@ -153,12 +153,9 @@ class Guard:
 
     def _look_for_stall(self, ranks: dict[int, RankStatus], now: float) -> None:
         limit_s = self._limits.after_s
-        suspects = {
-            status.rank
-            for rank, wait in waiting_ranks(ranks, limit_s / 2)
-            for status in missing_ranks(ranks, rank, wait)
-            if not status.waits
-        }
+        suspects = set()
+        for rank, wait in waiting_ranks(ranks, limit_s / 2):
+            suspects |= {status.rank for status in missing_ranks(ranks, rank, wait) if not status.waits}
         if suspects and now >= self._next_sample:
             self._next_sample = now + limit_s * (_SAMPLE if self._told is None else 1.0)
             for rank in suspects & set(self._views):

@@ -122,14 +122,19 @@ class Stall:
 
 def waiting_ranks(ranks: Mapping[int, RankStatus], limit_s: float) -> list[tuple[int, Wait]]:
     """Return who is inside a call for longer than the limit, the longest first."""
-    found = [(rank, wait) for rank, status in ranks.items() for wait in status.waits if wait.for_s >= limit_s]
+    found = [(rank, wait) for rank, wait in _every_wait(ranks) if wait.for_s >= limit_s]
     return sorted(found, key=lambda item: -item[1].for_s)
+
+
+def _every_wait(ranks: Mapping[int, RankStatus]) -> list[tuple[int, Wait]]:
+    return [(rank, wait) for rank, status in ranks.items() for wait in status.waits]
 
 
 def missing_ranks(ranks: Mapping[int, RankStatus], rank: int, wait: Wait) -> list[RankStatus]:
     """Return the members that rank `rank` waits for; of members that are not in `ranks` nothing is known."""
-    peer = wait.call.what.peer
-    members = (peer,) if peer >= 0 else () if wait.call.what.is_message else wait.call.group.members
+    what, members = wait.call.what, wait.call.group.members
+    if what.is_message or what.peer >= 0:
+        members = (what.peer,)  # below 0 where anybody may send
     known = [ranks[member] for member in members if member in ranks and member != rank]
     return [status for status in known if not status.has_entered(wait) or status.state == "stopped"]
 
@@ -168,13 +173,12 @@ def _same(ranks: Mapping[int, RankStatus], rank: int, wait: Wait) -> tuple[tuple
     call = wait.call
     if call.what.is_message:
         return ((rank, wait),)
+    waits = sorted(_every_wait(ranks), key=lambda item: item[0])
+    wanted = (call.channel, call.sequence, wait.by_torch)
     return tuple(
         (other, theirs)
-        for other, status in sorted(ranks.items())
-        for theirs in status.waits
-        if theirs.call.channel == call.channel
-        and theirs.call.sequence == call.sequence
-        and theirs.by_torch == wait.by_torch
+        for other, theirs in waits
+        if (theirs.call.channel, theirs.call.sequence, theirs.by_torch) == wanted
     )
 
 

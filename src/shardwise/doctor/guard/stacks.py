@@ -105,7 +105,10 @@ def _kind(stack: Stack) -> str:
         if any(re.search(pattern, frame.file) for frame in stack):
             return kind
     own = [frame.function for frame in stack if frame.is_users]
-    return next((kind for pattern, kind in _FUNCTIONS if any(re.fullmatch(pattern, name) for name in own)), "")
+    for pattern, kind in _FUNCTIONS:
+        if any(re.fullmatch(pattern, name) for name in own):
+            return kind
+    return ""
 
 
 def _shape(stack: Stack) -> tuple[object, ...]:

@@ -73,7 +73,8 @@ def check_interfaces(machine: Machine) -> Verdict:
 def check_host_name(machine: Machine) -> Verdict:
     """A host name that other machines could use: it means an address of this one, and that address means the name."""
     network = machine.network
-    own = {address for one in network.interfaces if not one.loopback for address in one.addresses}
+    interfaces = [one for one in network.interfaces if not one.loopback]
+    own = {address for one in interfaces for address in one.addresses}
     one_machine = "matters only for several machines: there use --local-addr or GLOO_SOCKET_IFNAME, or mend /etc/hosts"
     if not network.addresses:
         return warn("host name", f"{network.hostname} means no address", one_machine)

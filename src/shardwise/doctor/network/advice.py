@@ -128,7 +128,8 @@ def check_names(found: NetFacts) -> list[Verdict]:
         return []
     owner = {address: host for host, its in found.facts.items() for address in its.addresses}
     twins = _twins(found)
-    single = [host for host in found.usable if not any(host in hosts for hosts in twins.values())]
+    shared = {host for hosts in twins.values() for host in hosts}
+    single = [host for host in found.usable if host not in shared]
     bad = [
         warn("names", f"{name_hosts(hosts)} all call themselves {name}", "on each: hostnamectl set-hostname NAME")
         for name, hosts in twins.items()

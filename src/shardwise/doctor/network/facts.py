@@ -236,7 +236,7 @@ def culprits(hosts: Sequence[str], bad: Collection[Pair]) -> list[tuple[str, ...
     """Return whom the bad pairs point to, the worst first: a host all of whose pairs are bad, else both of a pair."""
     rest, left, found = set(bad), list(hosts), list[tuple[str, ...]]()
     while len(left) > 2:
-        partners = {host: {other for pair in rest if host in pair for other in pair} - {host} for host in left}
+        partners = {host: _partners(host, rest) for host in left}
         worst = max(left, key=lambda host: len(partners[host]))
         if len(partners[worst]) < len(left) - 1:
             break
@@ -246,6 +246,12 @@ def culprits(hosts: Sequence[str], bad: Collection[Pair]) -> list[tuple[str, ...
     order = {host: number for number, host in enumerate(hosts)}
     couples = {tuple(sorted(pair, key=order.__getitem__)) for pair in rest}
     return [*found, *sorted(couples, key=lambda couple: [order[host] for host in couple])]
+
+
+def _partners(host: str, pairs: Collection[Pair]) -> set[str]:
+    """Return the hosts that are in a pair with this one."""
+    own = [pair for pair in pairs if host in pair]
+    return {other for pair in own for other in pair} - {host}
 
 
 def turns(hosts: Sequence[str]) -> list[list[Pair]]:

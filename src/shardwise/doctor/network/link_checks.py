@@ -204,7 +204,11 @@ def poor_links(hosts: Sequence[str], links: Sequence[LinkFacts]) -> list[Slow]:
         everywhere = len(pairs) == len(links) and len(hosts) > 2
         for who in [tuple(hosts)] if everywhere else culprits(hosts, pairs):
             mine = tuple(pair for pair in pairs if set(pair) <= set(who) or (len(who) == 1 and who[0] in pair))
-            subject = "all pairs" if everywhere else f"every link of {who[0]}" if len(who) == 1 else " and ".join(who)
+            subject = " and ".join(who)
+            if everywhere:
+                subject = "all pairs"
+            elif len(who) == 1:
+                subject = f"every link of {who[0]}"
             value = statistics.median(pairs[pair] for pair in mine)
             found.append(Slow(pairs=mine, sentence=f"{subject}: {quantity} {shown(value)}, {limit}"))
     return found

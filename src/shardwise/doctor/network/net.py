@@ -148,17 +148,19 @@ class _Examination:
     def _reach(self) -> list[Reached]:
         """Have every host go to every door of the others."""
         doors = [(host, address, port) for (host, address), (port, _) in self._doors.items() if port]
-        goals = {source: [door for door in doors if door[0] != source] for source in self.facts}
+        goals = {}
+        for source in self.facts:
+            goals[source] = [door for door in doors if door[0] != source]
         orders = {source: self._reach_order(goals[source]) for source in goals}
         replies = self._hub.question(orders, 2 * REACH_S + _MARGIN_S)
         silent = {"own": "", "refusal": "its probe did not answer"}
-        return [
-            Reached(source=source, target=target, address=address, own=found["own"], refusal=found["refusal"])
-            for source, theirs in goals.items()
-            for (target, address, _), found in zip(
-                theirs, replies.get(source, {}).get("reached", [silent] * len(theirs)), strict=True
-            )
-        ]
+        reached = []
+        for source, theirs in goals.items():
+            answers = replies.get(source, {}).get("reached", [silent] * len(theirs))
+            for (target, address, _), found in zip(theirs, answers, strict=True):
+                own, refusal = found["own"], found["refusal"]
+                reached.append(Reached(source=source, target=target, address=address, own=own, refusal=refusal))
+        return reached
 
     def _reach_order(self, doors: Iterable[tuple[str, str, int]]) -> Order:
         targets = [[address, port, self._greetings[host]] for host, address, port in doors]
@@ -248,8 +250,11 @@ def _both_ways(road: Road, pairs: set[Pair]) -> list[list[Pair]]:
     found = []
     for turn in turns(tuple(road.addresses)):
         back = [(target, source) for source, target in turn]
-        found += [[pair for pair in way if pair in pairs] for way in (turn, back)]
-    return [turn for turn in found if turn]
+        for way in (turn, back):
+            chosen = [pair for pair in way if pair in pairs]
+            if chosen:
+                found.append(chosen)
+    return found
 
 
 def label_hosts(hosts: Sequence[HostSpec]) -> list[str]:

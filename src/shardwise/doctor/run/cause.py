@@ -171,8 +171,12 @@ def _mismatch(facts: RunFacts) -> str:
 def place_of(failure: Failure) -> str:
     """Return FILE:LINE of the innermost frame that is the user's own, else of the innermost; empty without frames."""
     frames = _FRAME.findall(failure.traceback)
-    own = [frame for frame in frames if not any(part in frame[0] for part in _NOT_THEIRS)]
+    own = [frame for frame in frames if _is_users(frame[0])]
     return ":".join((own or frames)[-1]) if frames else ""
+
+
+def _is_users(file: str) -> bool:
+    return not any(part in file for part in _NOT_THEIRS)
 
 
 def _todo(kind: Kind, cause: RankExit, facts: RunFacts) -> str:

@@ -113,7 +113,8 @@ def read_run(path: Path) -> RunFacts:
         _fold(file, run) for file in sorted((path / "events").glob("launcher*.jsonl")) if file.stat().st_size
     )
     numbers = _ranks(path) | {rank for launcher in launchers for rank in launcher.pids}
-    away = {rank for launcher in launchers if launcher.host != socket.gethostname() for rank in launcher.pids}
+    remote = [launcher for launcher in launchers if launcher.host != socket.gethostname()]
+    away = {rank for launcher in remote for rank in launcher.pids}
     saved, damages = _newest_checkpoint(run)
     return RunFacts(
         path=path,
@@ -225,7 +226,8 @@ def _newest_checkpoint(run: RunDirectory) -> tuple[int | None, tuple[str, ...]]:
 def _read_nccl(run: RunDirectory) -> NcclLog:
     """Read NCCL's own logs; where it was told to write elsewhere, what it wrote among a rank's lines."""
     files = run.nccl_logs() or sorted((run.path / "logs").glob("rank*.*"))
-    return read_nccl_log(line for file in files for line in _text(file).splitlines() if " NCCL " in line)
+    lines = (line for file in files for line in _text(file).splitlines())
+    return read_nccl_log(line for line in lines if " NCCL " in line)
 
 
 def _text(path: Path) -> str:
