@@ -9,16 +9,16 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "style_table.py"
 REACHED = {
     # Figures that are still above their target, at the value they have reached: lower it, never raise it.
-    "files": 409,
+    "files": 402,
     "lines": 71_700,
-    "files under 60 lines": 41,
-    "modules under 80 lines with one importer": 19,
+    "files under 60 lines": 37,
+    "modules under 80 lines with one importer": 14,
     "class names in several modules": 66,
-    "nested comprehensions with conditions": 62,
-    "nested conditional expressions": 28,
-    "comprehensions per 1,000 lines": 38.5,
-    "conditional expressions per 1,000 lines": 25.6,
-    "imports inside functions": 356,
+    "nested comprehensions with conditions": 32,
+    "nested conditional expressions": 6,
+    "comprehensions per 1,000 lines": 38.4,
+    "conditional expressions per 1,000 lines": 25.1,
+    "imports inside functions": 287,
     "files that touch private torch names": 38,
 }
 

@@ -38,7 +38,8 @@ def merged(contents: Contents) -> Contents:
         )
 
     def read(names: Collection[str]) -> dict[str, Tensor]:
-        factors = [factor for name in names if name in sums for factor in _factors(name)]
+        summed = [name for name in names if name in sums]
+        factors = [factor for name in summed for factor in _factors(name)]
         here = contents.read({*names, *factors})
         return {name: _sum(here[name], name, here, lora) if name in sums else here[name] for name in names}
 

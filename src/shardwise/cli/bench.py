@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from shardwise.cli.main import LazyGroup
+from shardwise.errors import InputError
 from shardwise.runs.console import complain, say
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ def bench_device(asked: str | None, backend: str | None, nproc: int) -> tuple[De
 
 def load_torch_job(reference: JobReference) -> Job:
     """Load a job, refusing a model of MLX, in which nothing here looks."""
-    from shardwise.errors import InputError
     from shardwise.job import load_job
     from shardwise.job.engine import engine_of
 

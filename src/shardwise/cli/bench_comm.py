@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardwise.cli.bench import warn_if_busy
 from shardwise.cli.train_options import place_options
+from shardwise.environment import identify
+from shardwise.errors import InputError
 from shardwise.runs.console import CHECK_FAILED, DONE, complain, say
 
 if TYPE_CHECKING:
@@ -145,10 +148,7 @@ def _check_start(spec: CommSpec, nproc: int | None) -> int | None:
     from shardwise.bench.comm.limits import check_room
     from shardwise.bench.comm.spec import group_ranks
     from shardwise.bench.ranks import require_backend
-    from shardwise.cli.bench import warn_if_busy
     from shardwise.cli.train import this_device
-    from shardwise.environment import identify
-    from shardwise.errors import InputError
     from shardwise.hardware import probe_gpus
     from shardwise.hardware.probe import available_memory
 
@@ -175,8 +175,6 @@ def _check_start(spec: CommSpec, nproc: int | None) -> int | None:
 
 
 def _check_folder(path: Path) -> None:
-    from shardwise.errors import InputError
-
     if not path.parent.is_dir() or path.is_dir():
         raise InputError(
             f"{path} cannot be written", code="cli.output-not-writable", fix="name a file in a folder that is there"

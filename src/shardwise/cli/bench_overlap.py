@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from shardwise.cli.bench import bench_device, load_torch_job, show_table, warn_if_busy
 from shardwise.cli.train_options import place_options
+from shardwise.environment import identify
+from shardwise.errors import InputError
 from shardwise.runs.console import DONE, say
 
 if TYPE_CHECKING:
@@ -19,8 +22,6 @@ if TYPE_CHECKING:
 
 def _numbers(_context: click.Context, option: click.Parameter, text: str | None) -> tuple[float, ...] | None:
     """Read numbers above 0 with commas between them."""
-    from shardwise.errors import InputError
-
     if text is None:
         return None
     try:
@@ -70,9 +71,7 @@ def command(
 ) -> int:
     """Measure a step of the Job in JOB.py with, without, and of communication alone, under settings of a plan."""
     from shardwise.bench.overlap import Effort, advise, advised_plan, check_plan, measure_overlap
-    from shardwise.cli.bench import bench_device, load_torch_job, warn_if_busy
     from shardwise.cli.train import split_settings
-    from shardwise.environment import identify
     from shardwise.planner.settle import settle
 
     _check_files(out, report)
@@ -108,7 +107,6 @@ def command(
 def _check_files(out: Path | None, report: Path | None) -> None:
     """Refuse places that cannot be written to before anything is measured."""
     from shardwise.bench.report.write import check_report_path
-    from shardwise.errors import InputError
 
     if report is not None:
         check_report_path(report)
@@ -125,7 +123,6 @@ def _settings(
 ) -> list[dict[str, object]]:
     """Return the settings to measure; options that change nothing in this plan are refused."""
     from shardwise.bench.overlap import BUCKETS_MB, PREFETCHES, vary
-    from shardwise.errors import InputError
     from shardwise.parallel.support import uses_ddp
 
     kind = f"plan {plan.layout} (zero {plan.zero})"
@@ -152,7 +149,6 @@ def _show(found: Sequence[Overlap], advice: Advice, title: str, *, as_json: bool
     import msgspec
 
     from shardwise.bench.overlap import overlap_table, verdict
-    from shardwise.cli.bench import show_table
 
     if as_json:
         hidden = [{"hidden": each.split.hidden, "hidden_spread": each.split.hidden_spread} for each in found]
@@ -166,7 +162,6 @@ def _show(found: Sequence[Overlap], advice: Advice, title: str, *, as_json: bool
 
 
 def _write_plan(plan: Plan, out: Path) -> None:
-    from shardwise.errors import InputError
     from shardwise.plans.toml import plan_to_toml
 
     try:

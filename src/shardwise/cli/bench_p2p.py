@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from shardwise.cli.train_options import place_options
+from shardwise.environment import identify
+from shardwise.errors import InputError
 from shardwise.runs.console import CHECK_FAILED, DONE, say
 
 if TYPE_CHECKING:
@@ -80,8 +82,6 @@ def command(
 def _check_ranks(nproc: int | None, device: str | None, backend: str | None) -> None:
     """Refuse what ranks could not do, before any is started."""
     from shardwise.cli.train import this_device
-    from shardwise.environment import identify
-    from shardwise.errors import InputError
     from shardwise.hardware import probe_gpus
 
     size = identify().world_size

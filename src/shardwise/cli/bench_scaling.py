@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardwise.cli.bench import bench_device, load_torch_job, show_table, warn_if_busy
+from shardwise.cli.describe import describe_job
+from shardwise.cli.main import refuse_started_ranks
 from shardwise.cli.train_options import place_options
+from shardwise.environment import num_threads
+from shardwise.errors import InputError
 from shardwise.runs.console import DONE, complain, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from shardwise.bench.scaling import Curve
+    from shardwise.bench.scaling import Curve, Mode
     from shardwise.job import Job
     from shardwise.plans import Plan
 
@@ -53,16 +59,8 @@ _OF_A_JOB = {"plan_spec": "--plan", "settings": "--set", "backend": "--backend",
 def command(*, script: str, arguments: tuple[str, ...], as_json: bool, report: Path | None, **options: Any) -> int:
     """Measure the throughput of a Job, or of any script, on more and more ranks of this machine."""
     from shardwise.bench.report.write import check_report_path
-    from shardwise.environment import identify
-    from shardwise.errors import InputError
 
-    me = identify()
-    if me.world_size > 1:
-        raise InputError(
-            f"bench scaling starts its own ranks, and {me.source} has started this one",
-            code="cli.starts-own-ranks",
-            fix="run it by itself",
-        )
+    refuse_started_ranks("bench scaling starts its own ranks")
     if report is not None:
         check_report_path(report)
     if not arguments and options["pattern"] is None and _is_job(script):
@@ -75,8 +73,6 @@ def command(*, script: str, arguments: tuple[str, ...], as_json: bool, report: P
 
 def _is_job(script: str) -> bool:
     """Whether a file has a Job to measure, seen from its words: a script must not run to find out."""
-    from shardwise.errors import InputError
-
     path_text, colon, _ = script.partition(":")
     path = Path(path_text)
     if not path.is_file():
@@ -91,14 +87,14 @@ def _is_job(script: str) -> bool:
         raise InputError(
             f"{path_text} is not Python", code="cli.not-python", fix="name a Python file: a job or a script"
         ) from None
-    assigned = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+    assignments = [node for node in tree.body if isinstance(node, ast.Assign)]
+    assigned = [target for node in assignments for target in node.targets]
     return any(isinstance(target, ast.Name) and target.id == "job" for target in assigned)
 
 
 def _read_ranks(options: dict[str, Any]) -> tuple[int, ...]:
     """Return the numbers of ranks, in order."""
     from shardwise.bench.scaling import powers_of_two
-    from shardwise.errors import InputError
     from shardwise.hardware import probe_gpus, usable_cores
 
     text, nproc = options["ranks"], options["nproc"]
@@ -119,7 +115,6 @@ def _read_ranks(options: dict[str, Any]) -> tuple[int, ...]:
 def _measure_job(script: str, options: dict[str, Any]) -> tuple[list[Curve], bool, str]:
     """Return the curves of a job, whether it ran on the CPU, and a title."""
     from shardwise.bench.scaling import MODES, Case, measure_job, plan_for
-    from shardwise.cli.bench import bench_device, load_torch_job, warn_if_busy
     from shardwise.cli.train import split_settings
     from shardwise.parallel.support import require_supported
 
@@ -127,18 +122,12 @@ def _measure_job(script: str, options: dict[str, Any]) -> tuple[list[Curve], boo
     reference, overrides = split_settings(script, options["settings"])
     where, opened = bench_device(options["device"], options["backend"], max(ranks))
     batch_size, spec = load_torch_job(reference).batch_size, options["plan_spec"] or "ddp"
-    cases = {
-        mode: [
-            Case(
-                ranks=number,
-                plan=plan_for(spec, mode, number, batch_size=batch_size, device=where, overrides=overrides),
-            )
-            for number in ranks
-        ]
-        for mode in MODES
-        if options["mode"] in (None, mode)
-    }
-    for case in (case for each in cases.values() for case in each):
+    cases: dict[Mode, list[Case]] = {mode: [] for mode in MODES if options["mode"] in (None, mode)}
+    for mode, points in cases.items():
+        for number in ranks:
+            plan = plan_for(spec, mode, number, batch_size=batch_size, device=where, overrides=overrides)
+            points.append(Case(ranks=number, plan=plan))
+    for case in itertools.chain.from_iterable(cases.values()):
         require_supported(case.plan)
     warn_if_busy()
     curves = measure_job(
@@ -154,8 +143,6 @@ def _measure_job(script: str, options: dict[str, Any]) -> tuple[list[Curve], boo
 def _predictor() -> Callable[[Job, Plan], float | None]:
     """Return what predicts the seconds of a step; where it cannot, that is said once."""
     from shardwise.bench.step_findings import predict_step
-    from shardwise.cli.describe import describe_job
-    from shardwise.errors import InputError
 
     said: set[str] = set()
 
@@ -174,8 +161,6 @@ def _predictor() -> Callable[[Job, Plan], float | None]:
 def _measure_script(script: str, arguments: tuple[str, ...], options: dict[str, Any]) -> tuple[list[Curve], bool, str]:
     """Return the curve of a script, whether it has no GPUs to run on, and a title."""
     from shardwise.bench.scaling_report import measure_script, read_pattern
-    from shardwise.cli.bench import warn_if_busy
-    from shardwise.errors import InputError
     from shardwise.hardware import probe_gpus, usable_cores
     from shardwise.launcher.local.target import Script, check_target
     from shardwise.launcher.options import read_nproc
@@ -207,8 +192,6 @@ def _show(curves: Sequence[Curve], title: str, *, on_cpu: bool, as_json: bool, r
     import msgspec
 
     from shardwise.bench.scaling_report import Room, limits, scaling_findings, scaling_table, verdict
-    from shardwise.cli.bench import show_table
-    from shardwise.environment import num_threads
     from shardwise.hardware import probe_gpus, usable_cores
 
     room = Room(cores=usable_cores() if on_cpu else None, threads=num_threads(), gpus=len(probe_gpus()))

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from shardwise.cli.bench import load_torch_job
+from shardwise.cli.describe import describe_job
 from shardwise.cli.train_options import place_options
+from shardwise.environment import identify
+from shardwise.errors import InputError, JobError
 from shardwise.runs.console import DONE, complain, say
 
 if TYPE_CHECKING:
@@ -61,9 +65,7 @@ def command(
 
     Starts its own ranks; under srun, torchrun or shardwise launch it is one of theirs.
     """
-    from shardwise.cli.bench import load_torch_job
     from shardwise.cli.train import split_settings, this_device
-    from shardwise.environment import identify
     from shardwise.planner.settle import settle
 
     me = identify()
@@ -100,8 +102,6 @@ def command(
 
 
 def _check(me: Identity, *, nproc: int | None, fake_world: int | None, rank: int) -> None:
-    from shardwise.errors import InputError
-
     if me.world_size > 1 and (nproc or fake_world):
         asked = f"--nproc {nproc}" if nproc else f"--fake-world {fake_world}"
         raise InputError(
@@ -145,8 +145,6 @@ def _expected(
     """
     from shardwise.bench.step import training_flops, utilisation
     from shardwise.bench.step_findings import predict_step
-    from shardwise.cli.describe import describe_job
-    from shardwise.errors import JobError
 
     try:
         model = describe_job(job, plan.precision.compute)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from shardwise.errors import InputError, nearest
 from shardwise.runs.console import CHECK_FAILED, DONE, complain, say
 from shardwise.runs.directory import GRAMMAR, parse_keep
 
@@ -81,7 +82,6 @@ def prune(path: Path, *, rules: str) -> int:
     """Remove old checkpoints; the newest good one stays in any case."""
     from shardwise.checkpoint import CheckpointFolder
     from shardwise.checkpoint.folder import list_checkpoints
-    from shardwise.errors import InputError, nearest
 
     keep = parse_keep(rules)
     rows = list_checkpoints(path, deep=False)
@@ -129,7 +129,6 @@ def convert(
     from shardwise.checkpoint.convert.convert import Cut
     from shardwise.checkpoint.convert.convert import convert as write
     from shardwise.cli.checkpoint_view import in_units, show_conversion
-    from shardwise.errors import InputError
 
     def announce(peak_bytes: int) -> None:
         complain(f"host peak: {in_units(peak_bytes)} of tensors at a time")

@@ -78,7 +78,8 @@ def unknown_option(error: click.NoSuchOption) -> str:
     if error.ctx is None:
         return fact
     parameters = error.ctx.command.params
-    options = [option for parameter in parameters for option in parameter.opts if option.startswith("--")]
+    options = [option for parameter in parameters for option in parameter.opts]
+    options = [option for option in options if option.startswith("--")]
     found = _ending_in(name.strip("-").replace("-", "_"), set_keys()) if "--set" in options else []
     if found:
         return f"{fact}: use {' or '.join(f'--set {key}=VALUE' for key in found)}"

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.cli.doctor import say_json
+from shardwise.cli.main import refuse_started_ranks
+from shardwise.errors import InputError
 from shardwise.runs.console import CHECK_FAILED, DONE, complain, say
 
 if TYPE_CHECKING:
@@ -78,16 +80,8 @@ _OF_A_JOB = {
 def command(*, script: str, arguments: tuple[str, ...], is_script: bool, as_json: bool, **options: Any) -> int:
     """Do harm to ranks, links, checkpoints and disk of your own job, and check that it is named and comes back."""
     from shardwise.doctor.drill.drill import run_drills
-    from shardwise.environment import identify
-    from shardwise.errors import InputError
 
-    me = identify()
-    if me.world_size > 1:
-        raise InputError(
-            f"drills start their own ranks, and {me.source} has started this one",
-            code="cli.starts-own-ranks",
-            fix="run it by itself",
-        )
+    refuse_started_ranks("drills start their own ranks")
     kinds = _kinds(options["drills"], is_script=is_script)
     subject = _script(script, arguments, options) if is_script else _job(script, arguments, options)
     with _folder(options["run_dir"]) as (folder, failed):
@@ -103,7 +97,6 @@ def command(*, script: str, arguments: tuple[str, ...], is_script: bool, as_json
 def _kinds(asked: Sequence[str], *, is_script: bool) -> list[Kind]:
     """Return the drills to run, each once."""
     from shardwise.doctor.drill.faults import KINDS, OF_JOBS
-    from shardwise.errors import InputError
 
     if is_script and (beyond := [kind for kind in OF_JOBS if kind in asked]):
         raise InputError(
@@ -121,7 +114,6 @@ def _job(job: str, arguments: tuple[str, ...], options: dict[str, Any]) -> Subje
     from shardwise.cli.train import split_settings, this_device
     from shardwise.cli.train_nodes import worker_spec
     from shardwise.doctor.drill.drill import Subject, save_interval
-    from shardwise.errors import InputError
     from shardwise.job import load_job
     from shardwise.job.engine import engine_of
     from shardwise.job.job import LENGTHS
@@ -179,7 +171,6 @@ def _script(path: str, arguments: tuple[str, ...], options: dict[str, Any]) -> S
     """Return a script as `launch` would start it."""
     from shardwise.cli.train_nodes import PRELOAD
     from shardwise.doctor.drill.drill import Subject
-    from shardwise.errors import InputError
     from shardwise.launcher.local.attempts import LaunchSpec
     from shardwise.launcher.local.target import Script, check_target
 
@@ -198,8 +189,6 @@ def _script(path: str, arguments: tuple[str, ...], options: dict[str, Any]) -> S
 @contextlib.contextmanager
 def _folder(named: Path | None) -> Iterator[tuple[Path, list[DrillResult]]]:
     """Yield where runs go, and a list for results that failed: a temporary folder stays if there are some."""
-    from shardwise.errors import InputError
-
     failed: list[DrillResult] = []
     if named is not None:
         if named.exists() and (not named.is_dir() or any(named.iterdir())):

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from shardwise.cli.doctor import say_json, say_verdicts
+from shardwise.doctor.catalogue import exit_code, find_preset, read_catalogue
+from shardwise.environment import variables
 from shardwise.errors import InputError
+from shardwise.runs import RunDirectory
 from shardwise.runs.console import say
 
 if TYPE_CHECKING:
@@ -28,9 +32,6 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print verdicts as JSON.")
 def command(*, preset: str | None, as_shell: bool, nproc: int, path: Path | None, as_json: bool) -> int:
     """Explain NCCL, gloo, OpenMP, CUDA and torch variables: what each does, what contradicts, what is ignored."""
-    from shardwise.cli.doctor import say_json, say_verdicts
-    from shardwise.doctor.catalogue import exit_code
-
     if as_shell:
         if preset is None:
             raise InputError(
@@ -53,7 +54,6 @@ def command(*, preset: str | None, as_shell: bool, nproc: int, path: Path | None
 def _lint(preset: str | None, nproc: int) -> list[Verdict]:
     from shardwise.cli.sinks import preset_variables
     from shardwise.doctor.env_rules import lint
-    from shardwise.environment import variables
 
     found = lint({**variables(""), **preset_variables(preset)}, _here(nproc))
     return [*found.explained, *found.found]
@@ -80,7 +80,6 @@ def _effects(path: Path) -> list[Verdict]:
     import msgspec
 
     from shardwise.cli.sinks import run_effects
-    from shardwise.runs import RunDirectory
 
     run = RunDirectory(path)
     try:
@@ -93,8 +92,6 @@ def _effects(path: Path) -> list[Verdict]:
 
 
 def _shell_lines(name: str) -> str:
-    from shardwise.doctor.catalogue import find_preset, read_catalogue
-
     preset, known = find_preset(name), read_catalogue().variables
     lines = [f"# {preset.about} ({preset.source})", *(f"# {note}" for note in preset.notes)]
     pairs = [(f"export {key}={shlex.quote(value)}", known[key].meaning) for key, value in preset.variables.items()]

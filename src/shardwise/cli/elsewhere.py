@@ -165,8 +165,10 @@ def _target(params: dict[str, Any]) -> Target:
     """Return what ranks will run, not looked for here: it has to be there."""
     if "job" in params:
         return Script(params["job"].partition(":")[0])
-    kind = Module if params["module"] else Program if params["no_python"] else Script
-    return kind(params["script"], params["arguments"])
+    script, arguments = params["script"], params["arguments"]
+    if params["module"]:
+        return Module(script, arguments)
+    return Program(script, arguments) if params["no_python"] else Script(script, arguments)
 
 
 def _is_typed(context: click.Context, name: str) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from shardwise.environment import identify
 from shardwise.runs.console import DONE
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ def explain(
     """
     from shardwise.bench.explain.show import check_names, default_nproc, explain_on_ranks
     from shardwise.bench.ranks import rank_zero
-    from shardwise.environment import identify
     from shardwise.hardware import probe_gpus
 
     size = identify().world_size

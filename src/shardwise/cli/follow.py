@@ -87,12 +87,12 @@ class Tee:
         self.ranks.update(
             rank for rank, (_, error) in zip(ranks, self._shown, strict=True) if error.copied or error.terminal
         )
-        self._copies = [
-            self._known.setdefault((rank, stream), self._copy(rank, stream, view))
-            for rank, views in zip(ranks, self._shown, strict=True)
-            for stream, view in enumerate(views)
-            if view.copied and not view.terminal
-        ]
+        self._copies = []
+        for rank, views in zip(ranks, self._shown, strict=True):
+            for stream, view in enumerate(views):
+                if view.copied and not view.terminal:
+                    copy = self._known.setdefault((rank, stream), self._copy(rank, stream, view))
+                    self._copies.append(copy)
 
     def _copy(self, rank: int, stream: int, view: Shown) -> _Copy:
         tail = Tail((self._run.stdout, self._run.stderr)[stream](rank))
@@ -121,7 +121,9 @@ def summarise(run: RunDirectory) -> None:
     """Say the result of a finished run."""
     result = msgspec.json.decode(run.report_json.read_bytes())["result"]
     for name, value in result["evaluation"].items():
-        shown = "nan" if value is None else f"{value:.2%}" if "accuracy" in name else f"{value:.4f}"
+        shown = "nan"
+        if value is not None:
+            shown = f"{value:.2%}" if "accuracy" in name else f"{value:.4f}"
         say(f"test {name:<10} {shown}")
     first_step = result["first_step"]
     resumed = f", resumed at step {first_step}" if first_step else ""

@@ -10,6 +10,8 @@ import click
 
 from shardwise.cli.launch_plan import node_options
 from shardwise.cli.train_options import close_guards, equality_options, hang_options, start_guard, start_replica_watch
+from shardwise.environment import base_environment
+from shardwise.runs import create_run, share_run
 from shardwise.runs.console import INTERRUPTED, JOB_FAILED, complain, say
 
 if TYPE_CHECKING:
@@ -119,7 +121,6 @@ def _launch(
     """Run it on this machine, or on this and others; return how it ended, where that is written, and who looked on."""
     from shardwise.cli.follow import Tee
     from shardwise.launcher.local.attempts import launch
-    from shardwise.runs import create_run, share_run
 
     spec = settled.spec
     guards: list[Guard | ReplicaWatch]
@@ -158,7 +159,6 @@ def _launch(
 
 
 def _join(nproc: int, idle_s: float) -> ForkStarter | None:
-    from shardwise.environment import base_environment
     from shardwise.hardware import usable_cores
     from shardwise.launcher.local.warm import join_warm_server
 
@@ -169,7 +169,6 @@ def _join(nproc: int, idle_s: float) -> ForkStarter | None:
 def _show_warm_servers(context: click.Context, verb: str | None) -> None:
     if verb is None or context.resilient_parsing:
         return
-    from shardwise.environment import base_environment
     from shardwise.launcher.local.warm import warm_servers
 
     found = warm_servers(base_environment(local_world_size=1), stop=verb == "stop")

@@ -12,7 +12,7 @@ import click
 
 from shardwise.cli.sinks import settle_preset
 from shardwise.cli.train_options import equality_variables, settle_hang, settle_replicas
-from shardwise.environment import profiler
+from shardwise.environment import profiler, run_secret
 from shardwise.errors import LaunchError
 from shardwise.hardware import probe_gpus, usable_cores
 from shardwise.launcher.local.attempts import LaunchSpec
@@ -143,9 +143,14 @@ def _names(target: Target) -> frozenset[str] | None:
         tree = ast.parse(Path(target.path).read_bytes())
     except (SyntaxError, ValueError, OSError):
         return None
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.name for alias in node.names}
     return frozenset(names)
 
 
@@ -195,7 +200,6 @@ def node_options(command: Command) -> Command:
 def settle_nodes(options: Mapping[str, Any]) -> NodesSpec | None:
     """Read torchrun's options about nodes, or SLURM's variables; None when they mean this machine alone."""
     from shardwise.cli.slurm import implied_nodes
-    from shardwise.environment import run_secret
     from shardwise.launcher.nodes.node import NodesSpec
     from shardwise.launcher.options import check_nodes, read_endpoint, read_nodes, read_rdzv_conf
 

@@ -15,7 +15,7 @@ import click
 
 from shardwise.cli.describe import unknown_option
 from shardwise.environment import MPI_STARTERS, Identity, identify
-from shardwise.errors import EnvironmentVariablesError, ShardwiseError, nearest, with_code
+from shardwise.errors import EnvironmentVariablesError, InputError, ShardwiseError, nearest, with_code
 from shardwise.runs.console import BAD_INPUT, INTERRUPTED, complain, say
 
 if TYPE_CHECKING:
@@ -88,6 +88,15 @@ def with_job_file(sentence: str, *arguments: str) -> str:
     """Return an error's sentence with the job file that is among the arguments, in place of the JOB.py of its fix."""
     own = next((each for each in arguments if re.fullmatch(r"[^=]+\.py(:\w+)?", each)), _JOB)
     return sentence.replace(_JOB, own)
+
+
+def refuse_started_ranks(fact: str) -> None:
+    """Refuse a command that starts its own ranks, which is the `fact`, in a process that is one of several ranks."""
+    me = identify()
+    if me.world_size > 1:
+        raise InputError(
+            f"{fact}, and {me.source} has started this one", code="cli.starts-own-ranks", fix="run it by itself"
+        )
 
 
 def _identity() -> Identity:

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.runs.console import CHECK_FAILED, DONE, complain, say
+from shardwise.cli.describe import describe_job, job_rules
+from shardwise.cli.doctor import say_json
+from shardwise.errors import InputError
+from shardwise.runs.console import CHECK_FAILED, DONE, complain
 
 if TYPE_CHECKING:
     from shardwise.hardware.machine import Cluster
@@ -110,12 +113,9 @@ def _forms(question: Question) -> tuple[Form, ...]:
 def _present(answer: Answer, forms: tuple[Form, ...], subject: Subject, *, every: bool, as_json: bool) -> None:
     """Show what was found, on the terminal or as JSON."""
     if as_json:
-        import msgspec
-
         from shardwise.planner.search.report import answer_data
 
-        data = answer_data(answer, forms, every=every)
-        say(msgspec.json.format(msgspec.json.encode(data), indent=1).decode())
+        say_json(answer_data(answer, forms, every=every))
     else:
         from shardwise.cli.plan_deepspeed import show_answer
 
@@ -144,7 +144,6 @@ def _translated(
 ) -> bool:
     """Whether it was a plan file or a DeepSpeed JSON to be written as the other, with nothing to search."""
     from shardwise.cli.plan_deepspeed import read_deepspeed, write_deepspeed
-    from shardwise.errors import InputError
     from shardwise.plans.toml import read_plan
 
     if from_json is None and nproc is not None:
@@ -172,8 +171,6 @@ def _translated(
 
 
 def _required(model: str | None) -> str:
-    from shardwise.errors import InputError
-
     if model is None:
         raise InputError(
             "nothing to plan is named",
@@ -191,8 +188,6 @@ def _clip_norm(model: str) -> float | None:
 
 
 def _check_folders(files: dict[str, Path | None]) -> None:
-    from shardwise.errors import InputError
-
     for option, path in files.items():
         if path is not None and not path.parent.is_dir():
             raise InputError(
@@ -220,8 +215,6 @@ def _subject(
     lora: int | None,
 ) -> Subject:
     """Load the job, or find the published model."""
-    from shardwise.cli.describe import describe_job, job_rules
-    from shardwise.errors import InputError
     from shardwise.parallel.support import require_supported
     from shardwise.planner.search.subject import job_subject, published_subject
 

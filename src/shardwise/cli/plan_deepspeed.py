@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from shardwise.errors import PlanError
 from shardwise.planner.search.choices import FAMILIES
 from shardwise.planner.search.deepspeed import beside_native, choose_form, form_reason
 from shardwise.planner.search.explain import (
@@ -74,7 +75,6 @@ def write_deepspeed(plan: Plan, path: Path, *, clip_norm: float | None, has_job:
 def best_for_deepspeed(answer: Answer) -> Plan:
     """Return the best plan of a search that DeepSpeed's JSON can hold; another than the best is said."""
     from shardwise.engines.deepspeed.config import require_expressible
-    from shardwise.errors import PlanError
 
     refusal = PlanError("no plan fits", code="plan.none-fits", fix="use a larger cluster")
     for candidate in answer.candidates:

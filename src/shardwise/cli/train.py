@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardwise.cli.describe import describe_job, job_rules, nearest_key
 from shardwise.cli.follow import summarise
 from shardwise.cli.launch_plan import node_options, settle_nodes
 from shardwise.cli.main import with_job_file
@@ -24,8 +25,9 @@ from shardwise.cli.train_options import (
     settle_saving,
     start_guard,
 )
-from shardwise.environment import MPI_STARTERS
-from shardwise.errors import LaunchError, with_code
+from shardwise.environment import MPI_STARTERS, identify
+from shardwise.errors import InputError, LaunchError, with_code
+from shardwise.runs import create_run
 from shardwise.runs.console import BAD_INPUT, DONE, INTERRUPTED, JOB_FAILED, PREEMPTED, complain
 from shardwise.runs.failure import NOT_SAVED
 
@@ -88,11 +90,9 @@ def command(
     from shardwise.cli.sinks import tell_preset
     from shardwise.cli.slurm import start_by_slurm
     from shardwise.cli.train_nodes import train_on_nodes
-    from shardwise.environment import identify
     from shardwise.job import load_job
     from shardwise.job.engine import engine_of
     from shardwise.launcher.local.attempts import LaunchSpec
-    from shardwise.runs import create_run
 
     started_at = time.time()
     tell_preset(more["preset"])  # first: an unknown one is refused here, not on every machine
@@ -171,8 +171,6 @@ def split_settings(job: str, settings: tuple[str, ...]) -> tuple[JobReference, d
     """Give each --set to the job or to the plan, whichever has a field of that name."""
     import dataclasses
 
-    from shardwise.cli.describe import nearest_key
-    from shardwise.errors import InputError
     from shardwise.job import Job, refer
     from shardwise.job.overrides import parse_overrides
     from shardwise.plans import Plan
@@ -219,7 +217,6 @@ def this_device(asked: str | None, nproc: int, made_for: MadeFor = "torch") -> D
 
 
 def _settle(job: Job, spec: str, nproc: int, device: Device, overrides: dict[str, str]) -> Plan:
-    from shardwise.cli.describe import describe_job, job_rules
     from shardwise.planner.settle import searching, settle
 
     return settle(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from shardwise.environment import variables
 from shardwise.errors import InputError, LaunchError
 from shardwise.runs.console import complain
 from shardwise.runs.directory import GRAMMAR, parse_keep
@@ -116,7 +117,6 @@ def settle_replicas(options: Mapping[str, Any]) -> ReplicaLimits | None:
 
 def equality_variables(options: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables by which ranks of a launch are told of replicas and determinism."""
-    from shardwise.environment import variables
     from shardwise.recorder.imports import Asked, deterministic_variables
 
     is_deterministic = bool(options["deterministic"])

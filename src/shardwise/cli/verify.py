@@ -7,9 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.runs.console import complain, say
+from shardwise.cli.doctor import say_json
+from shardwise.cli.main import refuse_started_ranks
+from shardwise.errors import InputError
+from shardwise.runs.console import complain, counted, say
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardwise.job import JobReference
     from shardwise.parity import PlanVerdict, VerifyReport
     from shardwise.parity.plans import Exact
 
@@ -79,7 +85,6 @@ def command(
     With --resume: kill it, resume it on other ranks, and compare samples, losses and weights with a run nobody stopped.
     """
     from shardwise.cli.train import split_settings
-    from shardwise.cli.verify_rules import check_options, propose_rules
     from shardwise.parity import verify
     from shardwise.parity.prepare import STEPS
     from shardwise.parity.report import markdown_table
@@ -88,9 +93,9 @@ def command(
     reference, of_plans = split_settings(job, settings)
     exact: Exact = precision  # type: ignore[assignment]  # one of the two choices above
     more: dict[str, Any] = {"resume": resume, "backend": backend, "markdown": markdown, "out": out}
-    check_options(propose=propose, nproc=nproc, plans=plans, settings=of_plans, **more)
+    _check_options(propose=propose, nproc=nproc, plans=plans, settings=of_plans, **more)
     if propose:
-        return propose_rules(
+        return _propose_rules(
             reference, nproc=nproc or 2, steps=steps or STEPS, precision=exact, shrink=shrink, as_json=as_json, out=out
         )
     report = verify(
@@ -115,16 +120,7 @@ def command(
 
 def _check_place(markdown: Path | None) -> None:
     """Refuse a process that is a rank already, and a report that cannot be written."""
-    from shardwise.environment import identify
-    from shardwise.errors import InputError
-
-    me = identify()
-    if me.world_size > 1:
-        raise InputError(
-            f"verify starts its own ranks, and {me.source} has started this one",
-            code="cli.starts-own-ranks",
-            fix="run it by itself",
-        )
+    refuse_started_ranks("verify starts its own ranks")
     if markdown is not None and not markdown.parent.is_dir():
         raise InputError(
             f"--markdown {markdown} is in a folder that is not there",
@@ -135,7 +131,6 @@ def _check_place(markdown: Path | None) -> None:
 
 def _named(plans: str, settings: dict[str, str]) -> list[str] | None:
     """Return the plans that were typed, each with the settings for all of them; None for all there are."""
-    from shardwise.errors import InputError
     from shardwise.parity.plans import parse_plans
 
     if plans != "all":
@@ -169,3 +164,79 @@ def _show(report: VerifyReport) -> None:
     for note in report.notes:
         say(f"note: {note}")
     say(summary_line(report))
+
+
+def _propose_rules(
+    reference: JobReference, *, nproc: int, steps: int, precision: Exact, shrink: bool, as_json: bool, out: Path | None
+) -> int:
+    """Find tensor rules for the model, print them as Python or JSON, write them to `out`, and return the exit code."""
+    from shardwise.job.job import rules_to_toml
+    from shardwise.parity.propose import propose
+
+    found = propose(reference, nproc=nproc, steps=steps, precision=precision, shrink=shrink, on_trial=_tell_trial)
+    if out is not None and found.rules:
+        out.write_text(rules_to_toml(found.rules, found.words))
+    if as_json:
+        say_json(found)
+    elif found.rules:
+        say(_rules_as_python(found.rules))
+    for part, reason in found.weakened.items():
+        complain(f"{part} could be cut more, but then: {reason}")
+    complain(found.words)
+    return found.exit_code
+
+
+def _check_options(
+    *,
+    propose: bool,
+    nproc: int | None,
+    plans: str,
+    settings: Mapping[str, str],
+    resume: bool,
+    backend: str,
+    markdown: Path | None,
+    out: Path | None,
+) -> None:
+    """Refuse options that say nothing together."""
+    if out is not None and not propose:
+        raise InputError(
+            f"--out {out} is for tensor rules",
+            code="cli.option-not-applicable",
+            fix="add --propose-rules, or write --markdown FILE",
+        )
+    if out is not None and not out.parent.is_dir():
+        raise InputError(
+            f"--out {out} is in a folder that is not there",
+            code="cli.output-folder-missing",
+            fix="make the folder first",
+        )
+    given = {
+        "--plans": plans != "all",
+        "--resume": resume,
+        f"--backend {backend}": backend != "gloo",
+        "--markdown": markdown is not None,
+    }
+    named = [option for option, is_given in given.items() if is_given] + [f"--set {key}" for key in settings]
+    if propose and named:
+        raise InputError(
+            f"--propose-rules tries tp alone, and {named[0]} asks for more",
+            code="cli.options-conflict",
+            fix="run one after the other",
+        )
+    if propose and nproc == 1:
+        raise InputError(
+            "--propose-rules tries rules with tp=1, and tp=1 cuts nothing",
+            code="verify.rules-one-rank",
+            fix="use --nproc 2 or more",
+        )
+
+
+def _rules_as_python(rules: Mapping[str, str]) -> str:
+    """Write rules as they are pasted into a job file."""
+    lines = [f"    {pattern!r}: {style!r},".replace("'", '"') for pattern, style in rules.items()]
+    return "\n".join(["tensor_rules={", *lines, "},"])
+
+
+def _tell_trial(rules: dict[str, str], verdict: PlanVerdict) -> None:
+    """Say that a trial is done, while others may still come."""
+    complain(f"tried {counted(len(rules), 'tensor rule')}: {verdict.status} ({verdict.seconds:.1f} s)")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from shardwise.cli.sinks import HELP, checked_sinks
+from shardwise.runs import RunDirectory
 from shardwise.runs.console import DONE, say
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ def command(*, run: Path, once: bool, web: bool, port: int | None, predict: bool
     from shardwise.monitor.predicted import start_predicting
     from shardwise.monitor.terminal import show_live, show_once
     from shardwise.monitor.view import RunView, check_run
-    from shardwise.runs import RunDirectory
 
     check_run(run)
     directory = RunDirectory(run)

@@ -235,7 +235,9 @@ def _timeout_s(group: ProcessGroup, backend: str, device: torch.device) -> float
 
 def choose_device(asked: str | torch.device | None, identity: Identity) -> torch.device:
     """Return the device for this rank and make it torch's current one; one that is not there is refused."""
-    wanted = _parse(asked) if asked is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if asked is None:
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
+    wanted = _parse(asked)
     if wanted.type == "cpu":
         return torch.device("cpu")
     num_visible = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
+
+from shardwise.errors import InputError
 
 if TYPE_CHECKING:
     from shardwise.plans import Plan
+
+OLDEST_MLX = (0, 32, 4)
+"""Written against this one. Ranks share the folder of the kernels that MLX compiles for a CPU: measured, up to 0.32.3 a
+library stands there unfinished for 10 to 40 ms, and a rank that comes by then dies of it."""
+_PIP = "pip install 'shardwise[mlx]'"
 
 
 def require_engine(plan: Plan) -> None:
@@ -15,9 +23,20 @@ def require_engine(plan: Plan) -> None:
 
         require_deepspeed()
     if plan.engine == "mlx":
-        from shardwise.engines.mlx.installed import require_mlx
-
         require_mlx()
+
+
+def require_mlx() -> None:
+    """Refuse to continue without an MLX that can be used."""
+    try:
+        found = version("mlx")
+    except PackageNotFoundError:
+        raise InputError("engine mlx needs MLX, which is not installed", code="extra.mlx-missing", fix=_PIP) from None
+    if tuple(int(part) for part in found.split("+")[0].split(".")[:3]) < OLDEST_MLX:
+        oldest = ".".join(map(str, OLDEST_MLX))
+        raise InputError(
+            f"engine mlx needs MLX {oldest} or newer, {found} is installed", code="engine.mlx-too-old", fix=_PIP
+        )
 
 
 def preload_engine(plan: Plan) -> None:

@@ -271,7 +271,8 @@ def _build(section: str, name: str, file: Path, table: dict[str, Any], built: di
     kind, where = _KINDS[section], f"{file.name}: {section}.{name}"
     keys = {key: field for key, (field, _) in _UNITS.items()}
     known = {part.name: part for part in fields(kind)}
-    shown = {next((key for key in keys if keys[key] == part), part) for part in known} - {"name"}
+    written = {field: key for key, field in keys.items()}
+    shown = {written.get(part, part) for part in known} - {"name"}
     values: dict[str, Any] = {"name": name}
     for key, given in table.items():
         if key not in shown:

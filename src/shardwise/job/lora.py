@@ -63,14 +63,16 @@ class Lora:
     def choose(self, names: Iterable[str]) -> list[str]:
         """Return those module names that a target names; a target that names none is refused with near ones."""
         names = list(names)
-        chosen = {name for name in names for target in self.targets if is_target(target, name)}
+        chosen = set()
         for target in self.targets:
-            if not any(is_target(target, name) for name in names):
+            matched = {name for name in names if is_target(target, name)}
+            if not matched:
                 raise JobError(
                     f"Lora target {target!r} matches no linear module",
                     code="job.lora-target-unmatched",
                     fix=_advice(target, names),
                 )
+            chosen |= matched
         return [name for name in names if name in chosen]
 
     def facts(self, transposed: Iterable[str]) -> dict[str, Any]:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from shardwise.errors import LaunchError
 
-STREAMS = ("stdout", "stderr")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:

@@ -96,7 +96,9 @@ def page_server(view: RunView, port: int | None) -> PageServer:
     """Return a server that listens at `port`; None takes that of the last time if it is free, else any."""
     known = _remembered(view.run.path)
     token = known.token if known is not None else secrets.token_urlsafe(24)
-    wanted = [port] if port is not None else [known.port, 0] if known is not None else [0]
+    wanted = [0] if known is None else [known.port, 0]
+    if port is not None:
+        wanted = [port]
     for number in wanted:
         try:
             server = PageServer(view, number, token)

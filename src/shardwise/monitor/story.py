@@ -6,6 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from shardwise.monitor.ranks import Entry, time_words
+from shardwise.runs.console import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -60,7 +61,9 @@ Told = tuple[str, str] | None
 
 def _start(event: dict[str, Any]) -> Told:
     ranks = event.get("ranks")
-    return f"training starts on {_count(len(ranks), 'rank')}" if isinstance(ranks, list) else "training starts", "plain"
+    if not isinstance(ranks, list):
+        return "training starts", "plain"
+    return f"training starts on {counted(len(ranks), 'rank')}", "plain"
 
 
 def _evaluation(event: dict[str, Any]) -> Told:
@@ -88,7 +91,7 @@ def _attempt(event: dict[str, Any]) -> Told:
     node = f"node {event.get('node')}, " if event.get("nodes", 1) > 1 else ""
     where = f" on {node}{event['host']}" if event.get("host") else ""
     again = f", restart {event['number']}" if event.get("number") else ""
-    return f"{_count(event.get('nproc', 0), 'process', 'es')} started{where}{again}", "plain"
+    return f"{counted(event.get('nproc', 0), 'process', 'es')} started{where}{again}", "plain"
 
 
 def _exit(event: dict[str, Any]) -> Told:
@@ -123,10 +126,6 @@ _TELLING: dict[str, Callable[[dict[str, Any]], Told]] = {
     "verdict": _verdict,
     "finish": _finish,
 }
-
-
-def _count(number: int, word: str, plural: str = "s") -> str:
-    return f"{number} {word}{'' if number == 1 else plural}"
 
 
 def _whole(value: object) -> str:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.monitor.ranks import byte_words, count_words, number_words, time_words
-from shardwise.runs.console import rank_spans
+from shardwise.runs.console import counted, rank_spans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -126,7 +126,7 @@ def _figures(status: RunStatus) -> list[str]:
         f"{count_words(status.samples_per_s)} samples/s" if status.samples_per_s else "",
         memory,
         predicted or (f"nothing predicted: {status.prediction}" if status.prediction else ""),
-        f"{status.restarts} restart{'' if status.restarts == 1 else 's'}" if status.restarts else "",
+        counted(status.restarts, "restart") if status.restarts else "",
         f"{len(status.checkpoints)} saves, last at step {count_words(status.checkpoints[0].step)}"
         if status.checkpoints
         else "",
@@ -165,7 +165,10 @@ _FIGURES = ("for", "step", "behind", "memory")
 def _ranks(alike: list[Alike], status: RunStatus) -> Table:
     """One row for ranks that are alike; columns that hold nothing are left out, and the last one takes what is left."""
     rows = [_row(same, status) for same in alike]
-    names = [name for name in rows[0] if any(row[name] != _NOTHING for row in rows)]
+    empty = set(rows[0])
+    for row in rows:
+        empty -= {name for name in row if row[name] != _NOTHING}
+    names = [name for name in rows[0] if name not in empty]
     table = Table(box=None, pad_edge=False, header_style="dim", expand=True)
     for name in names:
         # rich narrows the columns that may wrap: that is the last alone, whose text is cut short rather than wrapped.
@@ -195,7 +198,7 @@ def _row(same: Alike, status: RunStatus) -> dict[str, str | Text]:
 def _lag(seconds: float | None, steps: int | None) -> str:
     if seconds is None:
         return _NOTHING
-    return time_words(seconds) + (f", {steps} step{'' if steps == 1 else 's'}" if steps else "")
+    return time_words(seconds) + (f", {counted(steps, 'step')}" if steps else "")
 
 
 def _entry(entry: Entry) -> Text:
@@ -239,7 +242,9 @@ def draw_curve(
         for y in range(reach[0], reach[1] + 1):  # a line, not steps in the air
             dots[y][x] = True
         before = (top, bottom)
-    return _braille(dots) if braille else ["".join("#" if dot else " " for dot in line) for line in dots]
+    if braille:
+        return _braille(dots)
+    return ["".join("#" if dot else " " for dot in line) for line in dots]
 
 
 def _columns(rows: Sequence[Row], across: int) -> list[tuple[float, float] | None]:
@@ -266,12 +271,19 @@ def _columns(rows: Sequence[Row], across: int) -> list[tuple[float, float] | Non
 def _braille(dots: Sequence[Sequence[bool]]) -> list[str]:
     lines = []
     for top in range(0, len(dots), 4):
-        bits = (
-            sum(_DOTS[y][x] for y in range(4) for x in range(2) if dots[top + y][left + x])
-            for left in range(0, len(dots[0]), 2)
-        )
-        lines.append("".join(chr(0x2800 + number) if number else " " for number in bits))
+        characters = [_character(dots, top, left) for left in range(0, len(dots[0]), 2)]
+        lines.append("".join(characters))
     return lines
+
+
+def _character(dots: Sequence[Sequence[bool]], top: int, left: int) -> str:
+    """Return the braille character of four rows and two columns of dots."""
+    number = 0
+    for y in range(4):
+        for x in range(2):
+            if dots[top + y][left + x]:
+                number += _DOTS[y][x]
+    return chr(0x2800 + number) if number else " "
 
 
 # Many ranks in few rows: those that do the same are one, and what is unlike the others stands first.

@@ -122,7 +122,7 @@ class RunView:
         memory = self.ranks.highest_memory()
         lead = next((launch for launch, _ in self._launchers()), None)
         failed = min(self._failures.values(), default=None, key=lambda found: found[0])
-        rank_state = "running" if state == "running" else "done" if state == "finished" else "gone"
+        rank_state = {"running": "running", "finished": "done"}.get(state, "gone")
         return RunStatus(
             name=self.run.path.resolve().name,
             path=str(self.run.path),
@@ -193,7 +193,8 @@ class RunView:
         launches = [launch for launch, _ in self._launchers()]
         if any(launch.pids for launch in launches):
             world_size = launches[0].world_size or max(launch.world_size for launch in launches)
-            return sorted({rank for launch in launches for rank in launch.pids if rank < world_size})
+            started = {rank for launch in launches for rank in launch.pids}
+            return sorted(rank for rank in started if rank < world_size)
         if self.training.placed:
             return sorted(self.training.placed)
         return sorted(_ranks_of(self.run.events(0).parent) | _ranks_of(self.run.stdout(0).parent))
@@ -297,8 +298,10 @@ class Launch:
                 self.pid = event.get("launcher")
                 self.ends, self.verdict, self.finished = {}, "", ""
             case "exit":
-                state = "done" if event["code"] == 0 else "stopped" if event["stopped"] else "failed"
-                self.ends[int(event["rank"])] = RankEnd(state, "" if state == "done" else str(event["words"]))
+                end = RankEnd("done", "")
+                if event["code"] != 0:
+                    end = RankEnd("stopped" if event["stopped"] else "failed", str(event["words"]))
+                self.ends[int(event["rank"])] = end
             case "verdict":
                 self.verdict = str(event["text"])
             case "finish":

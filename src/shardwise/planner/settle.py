@@ -161,7 +161,9 @@ def _apply_overrides(plan: Plan, overrides: Mapping[str, str]) -> Plan:
 
 def _value(key: str, text: str) -> Any:
     """`none` is a choice of most plan fields, not None."""
-    return Precision(compute=text) if key == "precision" else "none" if text == "none" else literal(text)  # type: ignore[arg-type]
+    if key == "precision":
+        return Precision(compute=text)  # type: ignore[arg-type]
+    return "none" if text == "none" else literal(text)
 
 
 def _settle_batch(plan: Plan, batch_size: int, overrides: Mapping[str, str], *, fixed: bool) -> Plan:

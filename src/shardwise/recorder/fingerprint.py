@@ -50,12 +50,12 @@ def combined(prints: Sequence[int]) -> int:
 
 def settings_print(groups: Sequence[Mapping[str, Any]]) -> int:
     """Return a fingerprint of the numbers and words in an optimizer's groups, such as its learning rate."""
+    return zlib_ng.crc32(repr([_plain_settings(group) for group in groups]).encode())
+
+
+def _plain_settings(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
     plain = (int, float, str, tuple)
-    settings = [
-        sorted((key, value) for key, value in group.items() if key != "params" and isinstance(value, plain))
-        for group in groups
-    ]
-    return zlib_ng.crc32(repr(settings).encode())
+    return sorted((key, value) for key, value in group.items() if key != "params" and isinstance(value, plain))
 
 
 def mixed_sum(bits: Tensor, factors: Tensor) -> Tensor:

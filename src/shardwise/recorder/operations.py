@@ -115,11 +115,17 @@ def describe_collective(key: tuple[Any, ...]) -> Operation:
     method, tensors, dtype, code, root = key
     if dtype is not None:
         tensors = (((tensors, dtype),),)
-    reduce = "" if code < 0 else _REDUCE[code] if code < len(_REDUCE) else f"reduce operation {code}"
+    reduce = ""
+    if code >= 0:
+        reduce = _REDUCE[code] if code < len(_REDUCE) else f"reduce operation {code}"
     name = OPERATIONS[method]
     rule = _COMPARED.get(name, "all")
     groups = [_flat(group) for group in tensors]
-    compared = groups[0:1] if rule == "first" else groups[1:2] if rule == "second" else groups
+    compared = groups
+    if rule == "first":
+        compared = groups[0:1]
+    elif rule == "second":
+        compared = groups[1:2]
     facts = [(math.prod(shape), _dtype(dtype)) for group in compared for shape, dtype in group]
     parts = [dtype if rule == "dtypes" else f"{dtype}*{count}" for count, dtype in facts]
     if rule == "dtypes":
@@ -134,7 +140,9 @@ def describe_message(method: str, tensors: Any, me: int, peer: int, tag: int) ->
     name = OPERATIONS[method]
     shapes = _flat(_shapes(tensors))
     sender, receiver = (me, peer) if name == "send" else (peer, me)
-    to = f"to rank {peer}" if name == "send" else f"from rank {peer}" if peer >= 0 else "from any rank"
+    to = f"from rank {peer}" if peer >= 0 else "from any rank"
+    if name == "send":
+        to = f"to rank {peer}"
     match = " ".join(f"{_dtype(dtype)}*{math.prod(shape)}" for shape, dtype in shapes)
     text = ", ".join([to, *([f"tag {tag}"] if tag else []), *_show(shapes)])
     return Operation(name, f"{sender}>{receiver}:{tag}", match, text, peer)

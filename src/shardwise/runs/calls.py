@@ -254,19 +254,19 @@ def _aspects(calls: list[Call]) -> str:
     names = {call.what.name for call in calls}
     if len(names) > 1 and not calls[0].what.is_message:
         return "the operation"
-    words = [call.what.match.split() for call in calls]
-    heads = {tuple(word for word in match if "*" not in word) for match in words}
-    tails = [[word.partition("*") for word in match if "*" in word] for match in words]
+    heads, tails = set(), []
+    for call in calls:
+        words = call.what.match.split()
+        heads.add(tuple(word for word in words if "*" not in word))
+        tails.append([word.partition("*") for word in words if "*" in word])
     found = []
     if len(heads) > 1:
-        is_root = any("root" in head for head in heads) and len({head[:1] for head in heads}) == 1
-        found.append(
-            "the root"
-            if is_root
-            else "the dtype"
-            if calls[0].what.name.startswith("all_to_all")
-            else "the reduce operation"
-        )
+        if any("root" in head for head in heads) and len({head[:1] for head in heads}) == 1:
+            found.append("the root")
+        elif calls[0].what.name.startswith("all_to_all"):
+            found.append("the dtype")
+        else:
+            found.append("the reduce operation")
     if len({tuple(dtype for dtype, _, _ in tail) for tail in tails}) > 1:
         found.append("the dtype")
     if len({tuple(count for _, _, count in tail) for tail in tails}) > 1:

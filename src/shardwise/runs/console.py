@@ -54,6 +54,11 @@ def printable_fields(value: Any) -> Any:
 # Ranks in words.
 
 
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """Return a number with its noun, such as "1 rank", "2 ranks" or, with the plural ending "es", "2 processes"."""
+    return f"{number} {noun}{'' if number == 1 else plural}"
+
+
 def name_ranks(ranks: Iterable[int]) -> str:
     """Return "rank 3", "ranks 0-2" or "ranks 0-2, 5"."""
     members = set(ranks)

@@ -15,6 +15,7 @@ from typing import Any
 
 from shardwise.environment import variables
 from shardwise.errors import InputError
+from shardwise.runs.console import counted
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,7 @@ def describe_kept(run: RunDirectory) -> str:
     names = sorted(path.name for path in run.checkpoints.glob("step-*"))  # published whole, or not at all
     if not names:
         return f"{run.path} keeps the logs and events up to the failure, and no checkpoint"
-    checkpoints = "1 checkpoint" if len(names) == 1 else f"{len(names)} checkpoints"
+    checkpoints = counted(len(names), "checkpoint")
     return f"{run.path} keeps {checkpoints}, the newest {names[-1]}: with free space, continue with --resume {run.path}"
 
 

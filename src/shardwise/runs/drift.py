@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from shardwise.runs.console import name_ranks
+from shardwise.runs.console import counted, name_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -123,7 +123,7 @@ class Drift:
         when = "before the first step" if self.cause is Cause.START else f"after step {self.step}"
         since = "" if self.last_equal is None or self.cause is Cause.START else f" (equal after step {self.last_equal})"
         verb = "holds" if len(odd) == 1 else "hold"
-        more = f", and {self.others} more {'tensor' if self.others == 1 else 'tensors'}" if self.others else ""
+        more = f", and {counted(self.others, 'more tensor')}" if self.others else ""
         return (
             f"replicas differ {when}{since}: {name_ranks(odd)} {verb} another {self.copies.name} than"
             f" {name_ranks(usual)}{more}; {self.cause.value}"

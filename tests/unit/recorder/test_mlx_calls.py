@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from shardwise.recorder.mlx_calls import record_steps
+from shardwise.recorder.start import record_steps
 from shardwise.runs.call_reader import CallReader
 from shardwise.runs.calls import CallRing
 

@@ -15,6 +15,7 @@ import torch
 
 from shardwise.environment import identify
 from shardwise.hardware.probe import probe_gpus, usable_cores
+from shardwise.runs.console import counted
 from shardwise.versions import package_version
 
 
@@ -106,7 +107,7 @@ def machine_facts(device: torch.device | None) -> tuple[tuple[str, str], ...]:
     """
     facts = [
         ("host", socket.gethostname()),
-        ("processor", f"{_processor()}, {_cores(usable_cores())} usable"),
+        ("processor", f"{_processor()}, {counted(usable_cores(), 'core')} usable"),
         ("memory", f"{_memory() / 2**30:.1f} GiB"),
         ("GPUs", _gpus()),
         ("measured on", str(device) if device is not None else ""),
@@ -125,10 +126,6 @@ def _processor() -> str:
     listing = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*:\s*(.+)$", listing.read_text() if listing.exists() else "", re.MULTILINE)
     return re.sub(r"\s+", " ", found[1]).strip() if found else platform.machine()
-
-
-def _cores(count: int) -> str:
-    return "1 core" if count == 1 else f"{count} cores"
 
 
 def _memory() -> int:

@@ -106,9 +106,9 @@ def _unloaded(optimized: Optimized, others: Mapping[str, Tensor]) -> list[str]:
     words = []
     if others:
         words.append(f"{some_of(others)}: in the folder, but DeepSpeed loads only parameters of the optimizer from it")
-    differing = {
-        key for group in optimized.settings for key in group if group[key] != optimized.settings[0].get(key, group[key])
-    }
+    differing = set()
+    for group in optimized.settings:
+        differing |= {key for key in group if group[key] != optimized.settings[0].get(key, group[key])}
     if differing:
         words.append(
             f"{', '.join(sorted(differing))} by group: at stage 3 DeepSpeed gives all groups the first one's,"

@@ -119,7 +119,8 @@ class Optimized:
         cast = [name for name in forms if name.startswith(MODEL) and forms[name][0] == "F64"]
         words = [f"fp64: {len(cast)} weights are written in fp32"] if cast else []
         rest = [name for name in forms if not name.startswith((MODEL, OPTIMIZER))]
-        rest += [state[key] for state in self.states.values() for key in state if key not in {*self.keys, "step"}]
+        for state in self.states.values():
+            rest += [state[key] for key in state if key not in {*self.keys, "step"}]
         facts = [name for name in self.contents.facts if name not in {"tied", "optimizer", "step"}]
         words += [f"{name}: DeepSpeed has no place for it" for name in rest]
         return words + ([f"facts ({', '.join(facts)}): DeepSpeed has no place for them"] if facts else [])

@@ -252,8 +252,10 @@ def _numbered(
     found: Sorted, states: dict[tuple[str | int, str], Key], groups: list[dict[str, Any]], forms: Mapping[Key, Form]
 ) -> dict[str | int, str] | None:
     """Return the name of each numbered parameter: as the groups say, or the weights in order if all shapes agree."""
-    lists = [(group.get("params"), group.get("param_names")) for group in groups]
-    named = {n: name for numbers, names in lists if numbers and names for n, name in zip(numbers, names, strict=False)}
+    named: dict[str | int, str] = {}
+    for group in groups:
+        if group.get("params") and group.get("param_names"):
+            named.update(zip(group["params"], group["param_names"], strict=False))
     if named.keys() >= {each for each, _ in states}:
         return named
     mine = {name: forms[key] for name, key in found.places.items()}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from shardwise.errors import some_of
+from shardwise.runs.console import counted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -184,7 +185,7 @@ def name_few(names: Sequence[str]) -> str:
 
 def count_hosts(names: Sequence[str]) -> str:
     """Return "1 host" or "3 hosts"."""
-    return f"{len(names)} host{'' if len(names) == 1 else 's'}"
+    return counted(len(names), "host")
 
 
 # Which addresses hosts are to use among themselves, and in which turns their pairs are measured; pure.

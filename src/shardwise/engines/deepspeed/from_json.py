@@ -15,8 +15,8 @@ from shardwise.engines.deepspeed.json_keys import (
     is_off,
     job_notes,
     known,
+    parse,
 )
-from shardwise.engines.deepspeed.json_text import parse
 from shardwise.errors import PlanError, nearest
 from shardwise.layout import Layout
 from shardwise.plans.batch import split_batch

@@ -98,7 +98,7 @@ class WholePieces:
     def group_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         """The group that holds it, or its copy."""
         master = self._master(parameter)
-        return next(group for group in self._optimizer.param_groups if any(each is master for each in group["params"]))
+        return next(group for group in self._optimizer.param_groups if _holds(group, master))
 
     def publish(self) -> None:
         """Round the copies into the model."""
@@ -235,6 +235,10 @@ class CutPieces:
         """Return the sub-group, and where in its flat tensor the slice begins and how long it is."""
         place: tuple[int, int, int] = self._zero.grad_position[self._zero.get_param_id(parameter)]
         return place
+
+
+def _holds(group: dict[str, Any], parameter: Tensor) -> bool:
+    return any(each is parameter for each in group["params"])
 
 
 def _slices(state: State, flat: Tensor, make: Sequence[str]) -> State:

@@ -1,6 +1,6 @@
 """Where a rank begins to sum with others over MLX's ring, and where it waits for that: a record may listen here.
 
-Callers use these functions as attributes of this module, so that `record.mlx_calls` can wrap them.
+Callers use these functions as attributes of this module, so that `recorder.start` can wrap them.
 """
 
 from __future__ import annotations

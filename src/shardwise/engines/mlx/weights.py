@@ -168,14 +168,11 @@ def _members(
 ) -> list[tuple[optimizers.Optimizer, tuple[str, ...]]]:
     if not isinstance(optimizer, optimizers.MultiOptimizer):
         return [(optimizer, tuple(names))]
-    chosen = {
-        name: next(place for place, takes in enumerate(optimizer.filters) if takes(name, arrays[name]))
-        for name in names
-    }
-    return [
-        (each, tuple(name for name in names if chosen[name] == place))
-        for place, each in enumerate(optimizer.optimizers)
-    ]
+    taken: list[list[str]] = [[] for _ in optimizer.optimizers]
+    for name in names:
+        place = next(place for place, takes in enumerate(optimizer.filters) if takes(name, arrays[name]))
+        taken[place].append(name)
+    return [(each, tuple(its)) for each, its in zip(optimizer.optimizers, taken, strict=True)]
 
 
 def set_rates(groups: Sequence[Group], rates: Sequence[float], dtype: mx.Dtype) -> None:

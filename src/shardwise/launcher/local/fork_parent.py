@@ -91,8 +91,10 @@ class ForkParent:
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)
         self._children.add(pid)
-        rank = order.rank if isinstance(order, StartRank) else MEETING if isinstance(order, StartMeeting) else STORE
-        self._send(Started(rank, pid))
+        if isinstance(order, StartRank):
+            self._send(Started(order.rank, pid))
+        else:
+            self._send(Started(MEETING if isinstance(order, StartMeeting) else STORE, pid))
         return None
 
     def _reap(self) -> None:

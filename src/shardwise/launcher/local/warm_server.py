@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import resource
 import selectors
 import signal
 import socket
@@ -19,7 +21,6 @@ from shardwise.launcher.local.fork_parent import ForkParent, preload
 from shardwise.launcher.local.orders import AskStop, Channel, Join, Ready, Request, WarmStatus
 from shardwise.launcher.local.processes import become_reaper, kill_strays
 from shardwise.launcher.local.warm_place import address, locked, open_place
-from shardwise.launcher.surroundings import live_as, other_wall
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 _CREDENTIALS = struct.Struct("3i")
 _HELLO_S = 5.0
 """A launcher says what it wants at once; only the same user can keep the server waiting."""
+_NAMESPACES = ("user", "pid", "net", "mnt", "uts", "ipc", "cgroup", "time")
+_RIGHTS = ("Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")
 
 
 class WarmServer:
@@ -175,6 +178,53 @@ def main() -> Callable[[], None] | None:
 
         server = WarmServer(listener, key, idle_s=float(idle_s), refusal=preload(sys.argv[5:]), hide=hide)
         return server.serve()
+
+
+# What the kernel says of a process: the walls around it, and the limits it lives under (Linux).
+
+
+def walls(pid: int) -> dict[str, object]:
+    """Return what confines a process and cannot be handed on: namespaces, root, cgroup, rights; OSError if unseen."""
+    proc = Path(f"/proc/{pid}")
+    found: dict[str, object] = {
+        f"{name} namespace": (proc / "ns" / name).readlink()
+        for name in _NAMESPACES
+        if Path(f"/proc/self/ns/{name}").exists()
+    }
+    root = (proc / "root").stat()
+    found["root folder"] = (root.st_dev, root.st_ino)
+    found["cgroup"] = (proc / "cgroup").read_text()
+    status = _status(pid)
+    found.update({f"{name} of /proc/PID/status": status.get(name) for name in _RIGHTS})
+    with contextlib.suppress(OSError):  # no security module
+        found["security label"] = (proc / "attr" / "current").read_text()
+    return found
+
+
+def other_wall(pid: int) -> str:
+    """Return which wall around process `pid` is not around this one; empty when they live in the same place."""
+    try:
+        theirs = walls(pid)
+    except OSError as error:
+        return f"sight ({error.strerror})"
+    ours = walls(os.getpid())
+    return next((name for name in ours if ours[name] != theirs.get(name)), "")
+
+
+def live_as(pid: int) -> None:
+    """Take over what a child of process `pid` would have got from it: folder, umask, limits, cores, priority."""
+    for name, number in vars(resource).items():
+        if name.startswith("RLIMIT_"):
+            resource.setrlimit(number, resource.prlimit(pid, number))
+    os.sched_setaffinity(0, os.sched_getaffinity(pid))
+    os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, pid))
+    Path("/proc/self/oom_score_adj").write_text(Path(f"/proc/{pid}/oom_score_adj").read_text())
+    os.umask(int(_status(pid)["Umask"], 8))
+    os.chdir(f"/proc/{pid}/cwd")
+
+
+def _status(pid: int) -> dict[str, str]:
+    return dict(re.findall(r"^(\w+):[ \t]*(.*)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.launcher.nodes.messages import Refused
 from shardwise.launcher.policy import GiveUp, RankExit, Restart, decide, root_cause
-from shardwise.runs.console import PREEMPTED
+from shardwise.runs.console import PREEMPTED, counted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -114,7 +114,7 @@ def _after_loss(status: RoundStatus, limits: Limits, restarts: int) -> NextRound
 
 
 def _count(nodes: int) -> str:
-    return f"{nodes} node{'s' if nodes != 1 else ''}"
+    return counted(nodes, "node")
 
 
 def place_node(hello: Hello, facts: Mapping[str, str], taken: Mapping[int, str], most: int, host: str) -> int | Refused:

@@ -165,7 +165,10 @@ def pipeline_span(
         simulated += pp if simulated < number else 1
     spans = pipeline_spans(plan, forward, backward, hop, micro_batches=simulated)
     span = max(turn[-1].end for turn in spans)
-    busy = [sum(forward[s] + backward[s] for s, rank in enumerate(ranks) if rank == each) for each in range(pp)]
+    of_rank: list[list[float]] = [[] for _ in range(pp)]
+    for stage, rank in enumerate(ranks):
+        of_rank[rank].append(forward[stage] + backward[stage])
+    busy = [sum(times) for times in of_rank]
     span += (number - simulated) * max(busy)  # or less, where more were needed for a round
     if schedule in SPLIT_BACKWARD:
         # Gradients of weights wait for nobody: they fill the time in which 1F1B idles at the start and at the end

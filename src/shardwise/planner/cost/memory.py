@@ -154,11 +154,12 @@ def _gathered_forward(own: Holdings, index: int) -> float:
     """
     share = own.shares[index]
     blocks = [done for done in own.shares[:index] if done.part.kind == "block"]
+    came = blocks[-1].unit if blocks else own.root
     if share.part.kind != "block":
-        came = blocks[-1].unit if blocks else own.root
         kept = add_up(blocks, "unit") if own.plan.zero == 2 else 0.0
         return own.compute_bytes * (own.root + kept + came)
-    came = share.unit if share.number > 1 else blocks[-1].unit if blocks else own.root
+    if share.number > 1:
+        came = share.unit
     kept = share.unit if own.plan.zero == 3 else add_up(blocks, "unit") + share.unit * share.number
     return own.compute_bytes * (own.root + kept + share.unit + came)
 
@@ -276,8 +277,8 @@ def _update(own: Holdings, rest: Mapping[str, float]) -> tuple[str, dict[str, fl
 
 def _gather_buffers(own: Holdings) -> float:
     """ZeRO-1 gathers new rows bucket by bucket: own rows twice, everybody's, and one weight put in order."""
-    numels = (weight.numel for share in own.shares for weight in share.part.weights if weight.trained)
-    largest = own.held_bytes * max(numels, default=0)
+    weights = [weight for share in own.shares for weight in share.part.weights]
+    largest = own.held_bytes * max((weight.numel for weight in weights if weight.trained), default=0)
     bucket = max(largest, min(float(BUCKET), own.held_bytes * own.total("trained")))
     return bucket * (1 + 2 / own.plan.layout.folded.shard) + largest
 

@@ -121,7 +121,9 @@ class TimeModel:
         """Return the time of one optimizer step; `shape` is the model's form for this plan."""
         stages = cut_stages(shape, plan)
         costs, ranks = self._costs(stages, shape, plan), [stage.rank for stage in stages]
-        held = [[cost for cost, rank in zip(costs, ranks, strict=True) if rank == r] for r in range(plan.layout.pp)]
+        held: list[list[StageCost]] = [[] for _ in range(plan.layout.pp)]
+        for cost, rank in zip(costs, ranks, strict=True):
+            held[rank].append(cost)
         busiest = max(held, key=lambda mine: sum(cost.busy for cost in mine))
         parts = _compute_parts(busiest, plan.accumulation)
         if plan.layout.pp == 1:

@@ -65,6 +65,16 @@ class Weight:
     tied: bool = False
     """Whether another part has it too (a head tied to the embedding): one tensor where both are on one rank."""
 
+    def adapters(self, rank: int) -> tuple[Weight, ...]:
+        """Return LoRA's two factors beside a matrix; nothing beside vectors and tables, which no product reads."""
+        columns = self.numel // max(1, self.rows)
+        if columns <= 1 or not self.cast:
+            return ()
+        return (
+            Weight(name=f"{self.name}.lora_a", rows=rank, numel=rank * columns),
+            Weight(name=f"{self.name}.lora_b", rows=self.rows, numel=rank * self.rows, cut=self.cut),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Matmul:
@@ -224,7 +234,10 @@ class ModelShape:
     @cached_property
     def numel(self) -> int:
         """Parameters of the whole model, tied ones once."""
-        return sum(weight.numel * part.count for part in self.parts for weight in part.weights if not weight.tied)
+        total = 0
+        for part in self.parts:
+            total += part.count * sum(weight.numel for weight in part.weights if not weight.tied)
+        return total
 
     @cached_property
     def heads(self) -> int:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from shardwise.planner.model.lora import adapted
 from shardwise.planner.model.shape import ELEMENT_BYTES, Amount, Attention, Footprint, Matmul, Moment, Part, Work
 
 if TYPE_CHECKING:
@@ -247,8 +246,7 @@ class Tape:
             repeat()
         self.saves_left = None
         self.kept.clear()
-        inner, made = ([node for node in each if node.is_wanted] for each in (nodes, self.nodes))
-        for node, again in zip(inner, made, strict=False):
+        for node, again in zip(_wanted(nodes), _wanted(self.nodes), strict=False):
             node.saved = again.saved
         self.nodes = []
 
@@ -299,6 +297,10 @@ class Tape:
         self._count(phase, 1, [Amount(fixed=numel * (WIDE + self.width))])
 
 
+def _wanted(nodes: list[Node]) -> list[Node]:
+    return [node for node in nodes if node.is_wanted]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Describer:
     """Describes parts of a model for one compute dtype."""
@@ -328,11 +330,16 @@ class Describer:
         for policy in policies if kind == "block" else policies[-1:]:
             tape = self._tape(self.lora if kind == "block" else 0, policy)
             footprints[policy], output = _run(tape, forward, given)
+        held = list(weights)
+        if self.lora:
+            held = [replace(weight, trained=False) for weight in weights]
+        if self.lora and kind == "block":
+            held += [adapter for weight in weights for adapter in weight.adapters(self.lora)]
         return Part(
             name=name,
             kind=kind,
             count=count,
-            weights=adapted(weights, self.lora, adapts=kind == "block") if self.lora else tuple(weights),
+            weights=tuple(held),
             work=tape.work,
             footprints={policy: footprints.get(policy, footprints["none"]) for policy in policies},
             output=output,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.layout import Layout
@@ -128,14 +129,12 @@ def leaner(group: Group, variant: Variant, *, offload: bool, fuses: bool = False
     """
     syncs = ["every"] if variant.zero >= 2 and group.accumulation > 1 and group.pp == 1 else []
     fused = [False, True] if fuses else [variant.fused_loss]
-    forms = [
-        variant._replace(gradient_sync=sync, fused_loss=fuse, offload=kind)
-        for kind in (OFFLOADS[1:] if offload else OFFLOADS[:1])
-        if kind[0] == "none" or variant.zero >= 2
-        for sync in ("last", *syncs)
-        for fuse in fused
-    ]
-    yield from (form for form in forms if form != variant)
+    kinds = OFFLOADS[1:] if offload else OFFLOADS[:1]
+    for kind, sync, fuse in itertools.product(kinds, ("last", *syncs), fused):
+        form = variant._replace(gradient_sync=sync, fused_loss=fuse, offload=kind)
+        is_possible = kind[0] == "none" or variant.zero >= 2
+        if is_possible and form != variant:
+            yield form
 
 
 def make_plan(base: Plan, group: Group, variant: Variant) -> Plan:
@@ -298,7 +297,9 @@ class Floors:
         cut = shard if cuts else 1
         held = self._held * numel - (self._held - self._used) * narrow
         parameters = 0.0 if variant.offload[0] != "none" else held / cut
-        states = 0.0 if variant.offload[1] != "none" else self._states * trained / (shard if variant.zero else 1)
+        states = self._states * trained / (shard if variant.zero else 1)
+        if variant.offload[1] != "none":
+            states = 0.0
         gradients = self._held * trained / cut if variant.offload[0] == "none" else 0.0
         # Between micro-batches gradients stay, whole unless each is summed; DDP's buckets stay always.
         stay = 0.0
@@ -313,15 +314,12 @@ class Floors:
         key = (id(shape), tp)
         if key not in self._numels:
             layout = Layout(tp=tp)
+            weights = [(part.count, weight) for part in shape.parts for weight in part.weights]
+            narrow = [(count, weight) for count, weight in weights if weight.narrow]
             self._numels[key] = (
                 sum(part.count * numel_of(part, layout) for part in shape.parts),
                 sum(part.count * numel_of(part, layout, trained=True) for part in shape.parts),
-                sum(
-                    part.count * weight.numel / (tp if weight.cut else 1)
-                    for part in shape.parts
-                    for weight in part.weights
-                    if weight.narrow
-                ),
+                sum(count * weight.numel / (tp if weight.cut else 1) for count, weight in narrow),
             )
         return self._numels[key]
 

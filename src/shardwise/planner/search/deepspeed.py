@@ -97,7 +97,9 @@ def beside_native(form: Form, answer: Answer) -> str:
         return "no native plan fits" if answer.best is None else form.refusal
     mine, native = form.best, answer.best
     change = mine.time.seconds / native.time.seconds - 1
-    words = f"{abs(change):.0%} {'slower' if change > 0 else 'quicker'} than" if abs(change) >= TIE else "as quick as"
+    words = "as quick as"
+    if abs(change) >= TIE:
+        words = f"{abs(change):.0%} {'slower' if change > 0 else 'quicker'} than"
     return (
         f"{in_seconds(mine.time.seconds)} a step in {in_gb(mine.memory.total)}, {words} native {native.family}"
         f" ({in_seconds(native.time.seconds)}, {in_gb(native.memory.total)})"

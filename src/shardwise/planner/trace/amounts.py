@@ -27,7 +27,7 @@ class State:
 
 def states_of(passes: Sequence[Pass], segment: int) -> list[State]:
     """Return the states of a segment with what it found there taken off, as amounts that grow with the samples."""
-    few, many = ([entry for entry in single.entries if entry.segment == segment] for single in passes)
+    few, many = (_entries_of(single, segment) for single in passes)
     made_before = next((entry.gradients for entry in many if entry.backward), 0)
     if len(few) == len(many):
         held = [_amount(_above(one, few[0]), _above(two, many[0])) for one, two in zip(few, many, strict=True)]
@@ -37,6 +37,10 @@ def states_of(passes: Sequence[Pass], segment: int) -> list[State]:
         State(amount, entry.gradients - made_before, entry.backward, entry.on_gpu)
         for amount, entry in zip(held, many, strict=True)
     ]
+
+
+def _entries_of(single: Pass, segment: int) -> list[Entry]:
+    return [entry for entry in single.entries if entry.segment == segment]
 
 
 def _above(entry: Entry, base: Entry) -> tuple[float, float, float]:

@@ -165,7 +165,9 @@ class Ledger(TorchDispatchMode):
             if name == "aten::embedding":
                 return "stream"
             return "stream" if "cut" in activations else "cut"
-        return "cut" if "cut" in activations else "whole" if "whole" in activations else "stream"
+        if "cut" in activations:
+            return "cut"
+        return "whole" if "whole" in activations else "stream"
 
     def _add_work(self, call: _Call, read: list[Tensor], made: list[Tensor], tag: Tag) -> None:
         name = call.func._schema.name

@@ -74,9 +74,12 @@ def _assemble(subject: Subject) -> ModelShape:
         states = states_of(passes, segment)
         if len(states) > 2 or weights:  # more than its beginning and its end
             footprint = footprint_of(states)
+            name = "last" if segment > last_block else "first"
+            if 0 < segment <= last_block:
+                name = f"between{segment}"
             parts.append(
                 Part(
-                    name="last" if segment > last_block else "first" if segment == 0 else f"between{segment}",
+                    name=name,
                     kind="last" if segment > last_block else "first",
                     weights=weights,
                     work=work_of(passes, segment),

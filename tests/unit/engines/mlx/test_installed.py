@@ -5,16 +5,16 @@ import subprocess
 import sys
 
 from refusals import refuses
-from shardwise.engines.mlx import installed
+from shardwise.engines import available
 
 
 def test_older_ones_are_refused_by_number(monkeypatch):
     for enough in ("0.32.4", "0.33.0.dev1+abc", "1.0"):
-        monkeypatch.setattr(installed, "version", lambda _, found=enough: found)
-        installed.require_mlx()
-    monkeypatch.setattr(installed, "version", lambda _: "0.32.3")
+        monkeypatch.setattr(available, "version", lambda _, found=enough: found)
+        available.require_mlx()
+    monkeypatch.setattr(available, "version", lambda _: "0.32.3")
     with refuses("engine.mlx-too-old", "0.32.4", "0.32.3"):
-        installed.require_mlx()
+        available.require_mlx()
 
 
 KERNEL = "import mlx.core as mx; mx.eval(mx.compile(lambda x: mx.exp(x) * 3 + x)(mx.ones(4)))"
