@@ -13,8 +13,8 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-from shardwise.parity.capture import grads_file, values_file
-from shardwise.parity.compare import evaluation_gaps, load_tensors, losses_of, rank_gaps, ratio
+from shardwise.parity.capture import values_file
+from shardwise.parity.compare import evaluation_gaps, gradients_of, load_tensors, losses_of, rank_gaps, ratio
 from shardwise.parity.plans import in_precision
 from shardwise.parity.report import Finding, Gap
 
@@ -83,8 +83,8 @@ def rounding_gaps(record: Record, expected: Record, lower: Record, plan: Plan) -
     gaps: list[Gap] = []
     for step in range(steps):
         times = times_later if step else _TIMES
-        wanted = _gradients(expected, step)
-        found, usual = (_at_norm(_gradients(each, step), each, step, dtype) for each in (record, lower))
+        wanted = gradients_of(expected, step)
+        found, usual = (_at_norm(gradients_of(each, step), each, step, dtype) for each in (record, lower))
         gaps += _whole_gap("gradient", step, (found, usual, wanted), _LEAST_WHOLE, times)
         gaps += _norm_gaps(step, record, expected, times * _distance(usual, wanted))
         gaps += _parameter_gaps(step, found, usual, wanted, times)
@@ -183,8 +183,3 @@ def _one_distance(found: Tensor | None, wanted: Tensor, least: float) -> float:
 
 def _norm(values: Any) -> float:
     return math.sqrt(sum(float(value.double().square().sum()) for value in values))
-
-
-def _gradients(record: Record, step: int) -> Tensors:
-    gradients: Tensors = load_tensors(grads_file(record.folder, step))
-    return gradients

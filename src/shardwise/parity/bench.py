@@ -113,12 +113,7 @@ class Bench:
             raise
 
     def one(
-        self,
-        dtype: Exact,
-        variant: Variant | None = None,
-        *,
-        close_up: int | None = None,
-        steps: int | None = None,
+        self, dtype: Exact, variant: Variant | None = None, *, close_up: int | None = None, steps: int | None = None
     ) -> Record:
         """Train in one process, or remember it: plain PyTorch, or for a model of MLX that engine."""
         variant = variant or Variant()

@@ -61,19 +61,14 @@ def depends_on_grouping(evidence: Evidence) -> Finding | None:
     counts = (
         f"the gradient of step {evidence.step} is exactly that of the {len(cells)} micro-batches, summed and divided"
     )
-    if evidence.expected.remarks:
-        return Finding(
-            cause="loss over the whole batch",
-            evidence=f"{counts} by their count, and {evidence.expected.remarks[0]}",
-            step=evidence.step,
+    cause, why = "loss over the whole batch", "".join(evidence.expected.remarks[:1])
+    if not why:
+        cause = "model or loss over the whole batch"
+        why = (
+            "one process with all rows in one has another: what the model or the loss computes for a row depends on the"
+            " other rows of its micro-batch (minibatch statistics, prototypes, contrastive terms)"
         )
-    return Finding(
-        cause="model or loss over the whole batch",
-        evidence=f"{counts} by their count, and one process with all rows in one has another: what the model or the"
-        " loss computes for a row depends on the other rows of its micro-batch (minibatch statistics, prototypes,"
-        " contrastive terms)",
-        step=evidence.step,
-    )
+    return Finding(cause=cause, evidence=f"{counts} by their count, and {why}", step=evidence.step)
 
 
 def missing_all_reduce(evidence: Evidence) -> Finding | None:

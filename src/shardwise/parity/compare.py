@@ -115,14 +115,14 @@ def _moments(record: Record, reference: Record, limits: Limits) -> Iterator[list
     observed, folder, layout = record.traced, record.folder, record.layout
     expected, expected_folder = reference.traced[0], reference.folder
     steps = len(expected.losses)
-    start, expected_start = _values(folder, 0), _values(expected_folder, 0)
+    start, expected_start = all_values(folder, 0), all_values(expected_folder, 0)
     yield _tensor_gaps("initial value", None, start, expected_start, limits)
     starts = [each.parameters[0] for each in observed]
     yield rank_gaps("initial value", None, starts, layout, partial(limits.of, "initial value"))
     losses = losses_of(observed, layout)
     for step in range(steps):
         yield [_number_gap("loss", step, losses[step], expected.losses[step], limits)]
-        found, wanted = load_tensors(grads_file(folder, step)), load_tensors(grads_file(expected_folder, step))
+        found, wanted = gradients_of(record, step), gradients_of(reference, step)
         yield _tensor_gaps("gradient", step, found, wanted, limits)
         by_rank = [each.gradients[step] for each in observed]
         yield rank_gaps("gradient", step, by_rank, layout, partial(limits.of, "gradient"))
@@ -164,7 +164,14 @@ def load_tensors(path: Path, *, weights_only: bool = True) -> Any:
     return torch.load(path, weights_only=weights_only, mmap=True)
 
 
-def _values(folder: Path, step: int) -> dict[str, Tensor]:
+def gradients_of(record: Record, step: int) -> Mapping[str, Tensor]:
+    """Return the whole gradients of a step, by parameter."""
+    gradients: Mapping[str, Tensor] = load_tensors(grads_file(record.folder, step))
+    return gradients
+
+
+def all_values(folder: Path, step: int) -> dict[str, Tensor]:
+    """Return whole parameters and buffers before a step, by name."""
     values = load_tensors(values_file(folder, step))
     return {**values["parameters"], **values["buffers"]}
 

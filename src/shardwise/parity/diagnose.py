@@ -25,7 +25,7 @@ from shardwise.parity.causes import (
     wrong_shard,
     wrong_tied_shard,
 )
-from shardwise.parity.compare import SMALL, relative_gaps
+from shardwise.parity.compare import SMALL, ratio, relative_gaps
 from shardwise.parity.evidence import misplaced_pieces
 from shardwise.parity.lives import relative
 from shardwise.parity.report import KEYED, Finding
@@ -297,9 +297,7 @@ def _print_gaps(one: Prints, other: Prints) -> dict[str, float]:
     overall = max((norm for _, norm in [*one.values(), *other.values()]), default=0.0)
     for key in one.keys() & other.keys():
         (first, norm), (second, other_norm) = one[key], other[key]
-        scale = max(norm, other_norm, SMALL * overall)
-        gap = abs(first - second) / scale if scale else 0.0
-        gaps[key] = math.inf if math.isnan(gap) else gap
+        gaps[key] = ratio(abs(first - second), max(norm, other_norm, SMALL * overall))
     return gaps
 
 

@@ -15,7 +15,7 @@ from shardwise.parallel.apply import unwrap
 from shardwise.parallel.keyed_masks import KeyedMasks
 from shardwise.parallel.tensor_rules import find_rules, styles_by_name
 from shardwise.parity.capture import grads_file, local_file, values_file
-from shardwise.parity.compare import load_tensors, relative_gaps
+from shardwise.parity.compare import all_values, load_tensors, relative_gaps
 from shardwise.parity.diagnose import diagnose
 from shardwise.parity.evidence import Cell, Evidence, mean_gradient
 from shardwise.parity.plans import one_process
@@ -70,8 +70,8 @@ def investigate(bench: Bench, case: Case) -> list[Finding]:
                 traced=case.record.traced,
                 again=again.traced,
                 expected=expected.traced[0],
-                start=_all_values(case.record.folder, 0),
-                expected_start=_all_values(expected.folder, 0),
+                start=all_values(case.record.folder, 0),
+                expected_start=all_values(expected.folder, 0),
                 before=load_tensors(values_file(again.folder, step))["parameters"],
                 expected_before=values["parameters"],
                 gradients=load_tensors(grads_file(again.folder, step)),
@@ -128,11 +128,6 @@ def _repeated_bias(job: Job, model: nn.Module, readers: Any, degree: int) -> dic
     rows = [name for name, style in styles.items() if style in {"row", "row_split"}]
     names = [name for name in rows if getattr(model.get_submodule(name), "bias", None) is not None]
     return {times: with_repeated_bias(job, model, readers, names, times) for times in {2, degree}} if names else {}
-
-
-def _all_values(folder: Path, step: int) -> dict[str, Any]:
-    values = load_tensors(values_file(folder, step))
-    return {**values["parameters"], **values["buffers"]}
 
 
 # The gradient of one step, taken apart: by micro-batch and, for shared parameters, by module.

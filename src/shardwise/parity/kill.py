@@ -12,6 +12,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
@@ -21,8 +22,9 @@ import torch
 from shardwise.checkpoint import CheckpointFolder
 from shardwise.checkpoint.disk import TEMPORARY
 from shardwise.checkpoint.errors import name_of, parse_name
-from shardwise.data.rows import mark_rows, num_rows
+from shardwise.data.rows import CountedCollate, RowMarks, num_rows, settle_marks, stack_samples, tensors
 from shardwise.errors import InputError, TrainingError
+from shardwise.job.generators import untouched_generators
 from shardwise.parallel.gather import full_values
 from shardwise.parity.capture import digest_rows
 from shardwise.parity.lives import Seen
@@ -114,12 +116,7 @@ class LifeFolder:
 
 
 def live(  # noqa: PLR0917 - positions of one caller
-    world: World,
-    preparation: Preparation,
-    plan: Plan,
-    folder: LifeFolder,
-    checkpoints: Path | None,
-    kill: Kill | None,
+    world: World, preparation: Preparation, plan: Plan, folder: LifeFolder, checkpoints: Path | None, kill: Kill | None
 ) -> None:
     """Train from the newest of `checkpoints` to the end or the kill; communicates over the world, on every rank.
 
@@ -130,7 +127,8 @@ def live(  # noqa: PLR0917 - positions of one caller
         true_double() if plan.precision.compute == "fp64" else nullcontext(),
         folder.log(world.rank).open("wb", buffering=0) as log,
     ):
-        job = _watched(prepare_job(preparation), log, end, engine=plan.engine)
+        marks = _Marks(folder.path / f"marks-{world.rank}.json")
+        job = _watched(prepare_job(preparation), log, end, marks, engine=plan.engine)
         saving = SavingSpec(folder=checkpoints, every=1) if checkpoints is not None else None
         _, step = run_loop(job, plan, world, EventLog(None), Timeline(), saving_spec=saving)
         values = {"parameter": full_values(step.held().values.items()), "buffer": full_values(step.buffers().items())}
@@ -138,14 +136,37 @@ def live(  # noqa: PLR0917 - positions of one caller
         torch.save(values, folder.final)
 
 
-def _watched(job: Job, log: IO[bytes], after_step: Callable[[int], None] | None, *, engine: str) -> Job:
+@dataclass(frozen=True)
+class _Marks:
+    """Which tensors of a batch hold rows, in a file: loader workers collate, and the loss reads rows."""
+
+    path: Path
+
+    def collate(self, job: Job, samples: list[Any]) -> Any:
+        """Collate as the job does; the first time, also leave the marks, which take two samples to see."""
+        if not self.path.exists():
+            with untouched_generators(), contextlib.suppress(Exception):  # user code may not collate a sample twice
+                marks = CountedCollate(job.collate)(samples if len(samples) > 1 else samples * 2).marks
+                own = self.path.with_suffix(f".{os.getpid()}")
+                own.write_bytes(msgspec.json.encode(marks))
+                own.replace(self.path)
+        return (job.collate or stack_samples)(samples)
+
+    def of(self, batch: Any, rows: int) -> RowMarks:
+        """Return the marks of a batch; by length where the tensor that gave `rows` holds none, as in packed graphs."""
+        known = msgspec.json.decode(self.path.read_bytes(), type=RowMarks) if self.path.exists() else ()
+        shaped = [mark for mark, tensor in zip(known, tensors(batch), strict=False) if tensor.ndim]
+        return settle_marks(known if any(shaped[:1]) else None, batch, rows)
+
+
+def _watched(job: Job, log: IO[bytes], after_step: Callable[[int], None] | None, marks: _Marks, *, engine: str) -> Job:
     """Return the job with a loss that notes its rows, and a note of every step."""
     rows: set[str] = set()
     encode = msgspec.json.Encoder().encode
 
     def look(batch: Any) -> None:
         number = num_rows(batch)
-        rows.update(digest_rows(batch, number, mark_rows(batch, number)))
+        rows.update(digest_rows(batch, number, marks.of(batch, number)))
 
     def on_step(report: StepReport) -> None:
         loss = float(report.loss_share)
@@ -165,6 +186,7 @@ def _watched(job: Job, log: IO[bytes], after_step: Callable[[int], None] | None,
         job,
         loss=dataclasses.replace(job.loss, sum=_seeing(look, job.loss.sum, engine)),
         on_step=on_step,
+        collate=partial(marks.collate, job),
         data=lambda split: job.data(split) if split == "train" else None,
     )
 
@@ -192,14 +214,10 @@ def _end(world: World, folder: LifeFolder, checkpoints: Path, kill: Kill) -> Cal
     if not world.is_main:
         return None
     if kill.moment != "step":
-        torn = checkpoints / f"{TEMPORARY}{name_of(kill.step)}-"
+        torn = str(checkpoints / f"{TEMPORARY}{name_of(kill.step)}-")
 
         def hear(event: str, arguments: Sequence[Any]) -> None:
-            if (
-                event == kill.moment
-                and isinstance(arguments[0], str | Path)
-                and str(arguments[0]).startswith(str(torn))
-            ):
+            if event == kill.moment and isinstance(arguments[0], str | Path) and str(arguments[0]).startswith(torn):
                 _kill_all(pids, folder)
 
         # Python tells of every file before it is opened or renamed, in any thread: no save is too short for that.

@@ -145,19 +145,10 @@ def _judge_data_peers(by_rank: Sequence[Sequence[Mask]], layout: Layout) -> Find
 
 
 def _finding(place: str, ranks: tuple[int, int], *, drops_same: bool) -> Finding:
-    said = f"{place} on ranks {ranks[0]} and {ranks[1]} dropped"
+    cause = "different dropout seeds outside the cut region"
+    dropped = "different entries of the same activation, so the ranks drift apart"
     if drops_same:
-        return Finding(
-            cause="equal dropout seeds across tensor-parallel ranks",
-            evidence=f"{said} the same entries of different pieces of an activation",
-            parameter=place,
-            step=0,
-            ranks=ranks,
-        )
-    return Finding(
-        cause="different dropout seeds outside the cut region",
-        evidence=f"{said} different entries of the same activation, so the ranks drift apart",
-        parameter=place,
-        step=0,
-        ranks=ranks,
-    )
+        cause = "equal dropout seeds across tensor-parallel ranks"
+        dropped = "the same entries of different pieces of an activation"
+    evidence = f"{place} on ranks {ranks[0]} and {ranks[1]} dropped {dropped}"
+    return Finding(cause=cause, evidence=evidence, parameter=place, step=0, ranks=ranks)

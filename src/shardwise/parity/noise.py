@@ -13,8 +13,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.parity.capture import grads_file, values_file
-from shardwise.parity.compare import EXACT, KINDS, NOISE, Limits, compare, load_tensors, relative_gaps, strict_limits
+from shardwise.parity.capture import values_file
+from shardwise.parity.compare import (
+    EXACT,
+    KINDS,
+    NOISE,
+    Limits,
+    compare,
+    gradients_of,
+    load_tensors,
+    relative_gaps,
+    strict_limits,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,6 +66,7 @@ def measure_noise(dtype: Exact, base: Record, whole: Sequence[Record], split: Se
     for other in others:
         for kind, gap in compare(other, base, kept).largest.items():
             floors[kind] = max(floors[kind], gap)
+    first = gradients_of(base, 0)
     buffers = _gaps(base, whole, "buffers")
     own = {name: NOISE * gap for name, gap in buffers.items() if gap > _AMPLIFIED[dtype]}
     floors["buffer"] = max([_LEAST[dtype], *(gap for name, gap in buffers.items() if name not in own)])
@@ -65,7 +76,7 @@ def measure_noise(dtype: Exact, base: Record, whole: Sequence[Record], split: Se
         compared=masks,
         left_out=sum(int((~mask).sum()) for mask in compared.values()),
         elements=sum(value.numel() for value in _values(base, "parameters").values()),
-        first_gradient=max(max(relative_gaps(_first(other), _first(base)).values()) for other in others),
+        first_gradient=max(max(relative_gaps(gradients_of(each, 0), first).values()) for each in others),
     )
 
 
@@ -107,8 +118,8 @@ def _well_conditioned(dtype: Exact, base: Record, others: Sequence[Record]) -> d
     values = _values(base, "parameters")
     masks = {name: torch.ones(values[name].shape, dtype=torch.bool) for name in moved}
     for step in range(len(base.traced[0].losses)):
-        wanted = load_tensors(grads_file(base.folder, step))
-        varied = [load_tensors(grads_file(other.folder, step)) for other in others]
+        wanted = gradients_of(base, step)
+        varied = [gradients_of(other, step) for other in others]
         for name in moved:
             if name in wanted and all(name in each for each in varied):
                 masks[name] &= ~_is_noise(wanted[name], [each[name] for each in varied], _CONDITION[dtype])
@@ -132,8 +143,3 @@ def _gaps(base: Record, others: Sequence[Record], which: str) -> dict[str, float
 def _values(record: Record, which: str) -> dict[str, Tensor]:
     values: dict[str, Tensor] = load_tensors(values_file(record.folder, len(record.traced[0].losses)))[which]
     return values
-
-
-def _first(record: Record) -> dict[str, Tensor]:
-    gradients: dict[str, Tensor] = load_tensors(grads_file(record.folder, 0))
-    return gradients

@@ -224,6 +224,12 @@ class CountedLayers(torch.nn.Module):
         return self.head(x)
 
 
+def with_table(samples):
+    """Rows between a table of as many entries as two ranks have rows in a micro-batch."""
+    points, labels = torch.utils.data.default_collate(samples)
+    return points, torch.arange(20.0), labels
+
+
 class Centered(torch.nn.Linear):
     """Takes the mean over the micro-batch off its rows."""
 
@@ -237,6 +243,10 @@ def _contrast(output, batch):
 
 
 counting = points(Counting)
+tabled = dataclasses.replace(
+    points(lambda: torch.nn.Linear(6, 3), collate=with_table, forward=lambda model, batch: model(batch[0])),
+    loss=sw.Loss(sum=lambda output, batch: torch.nn.functional.cross_entropy(output, batch[2], reduction="sum")),
+)
 counted_layers = points(CountedLayers, layers="layers")
 centered = points(lambda: Centered(6, 3))
 contrastive = dataclasses.replace(points(lambda: torch.nn.Linear(6, 3)), loss=sw.Loss(sum=_contrast))

@@ -73,6 +73,11 @@ def test_plans_that_cannot_be_proven_are_refused(plan, job, words):
     assert report.exit_code == 2
 
 
+def test_a_table_as_long_as_a_micro_batch_is_not_part_of_its_rows():
+    (verdict,) = report_on(["ddp"], job="tabled", steps=4).verdicts
+    assert verdict.status == "passed", verdict
+
+
 def test_too_few_steps_are_refused_before_any_process_starts():
     with refuses("verify.too-few-steps", "--steps 4"):
         report_on(["ddp"], steps=3)
