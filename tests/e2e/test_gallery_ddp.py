@@ -83,6 +83,7 @@ def test_ddp_mnist_runs_alone():
     assert len(epochs(output)) == 3
 
 
+@pytest.mark.representative("train_ddp.py")
 @pytest.mark.parametrize("script", ["train_ddp.py", "ddp_training.py"])
 def test_plain_scripts_without_torchrun_say_what_to_type(script):
     process = CHAPTER.start(f"python {script}")

@@ -68,7 +68,7 @@ def test_shrunk_and_overridden_jobs_are_verified_too(folder, capfd):
     assert main(["verify", f"{ROOT}/examples/text.py", *arguments]) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.prove
 def test_resume_is_proven_with_kills_and_its_own_words(folder, capfd):
     arguments = ["--resume", "--nproc", "2", "--steps", "4", "--plans", "zero3"]
     assert main(["verify", f"{EXAMPLES}/llama.py", *arguments]) == 0

@@ -144,6 +144,7 @@ def test_gradient_sync_after_every_micro_batch_changes_nothing():
     assert all(torch.allclose(last[name], every_time[name], rtol=1e-9, atol=0) for name in last)
 
 
+@pytest.mark.prove
 def test_fp32_stays_within_the_noise_floor():
     check_fp32([(2, 1)])
 
