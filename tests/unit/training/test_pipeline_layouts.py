@@ -102,6 +102,7 @@ TIED_CASES = [
     ("pp2.shard2", 4, "zbv", 1, {}),
     ("pp2.tp2", 2, "1f1b", 0, {}),
     ("pp2.tp2", 4, "zbv", 0, {}),
+    ("pp2", 4, "1f1b", 0, {"compile": "blocks"}),
 ]
 PROVED = [pytest.param(*case, marks=pytest.mark.prove) for case in TIED_CASES[3:]]
 

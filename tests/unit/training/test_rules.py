@@ -60,6 +60,30 @@ class Misplaced(nn.Module):
         return self.norm(x)
 
 
+class Passed(nn.Module):
+    """Passes to every block a weight that it registers after them, as DeBERTa does, or before them."""
+
+    def __init__(self, *, is_behind):
+        super().__init__()
+        self.stem = nn.Linear(6, 6)
+        if not is_behind:
+            self.relative = nn.Embedding(6, 6)
+        self.blocks = nn.ModuleList(Relative() for _ in range(4))
+        if is_behind:
+            self.relative = nn.Embedding(6, 6)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, self.relative.weight.tanh())
+        return x
+
+
+class Relative(Block):
+    def forward(self, x, relative):
+        return super().forward(x) @ relative
+
+
 def tokens_job(**changes):
     sample = (torch.arange(8), torch.arange(8))
     fields = {
@@ -126,8 +150,13 @@ def test_family_that_every_rule_refuses_gives_the_rule():
     assert "several lists of blocks" in answer.families["pp"].detail
 
 
-def test_pipeline_is_not_proposed_for_a_model_that_its_stages_would_refuse_in_the_first_step():
-    job = points_job(Misplaced)
+@pytest.mark.parametrize(
+    "model",
+    [Misplaced, lambda: Passed(is_behind=True), lambda: Passed(is_behind=False)],
+    ids=["used behind", "passed from behind", "passed from the front"],
+)
+def test_pipeline_is_not_proposed_for_a_model_that_its_stages_would_refuse_in_the_first_step(model):
+    job = points_job(model)
     answer = answer_of(job_subject(job, FOUR, describe, accepts=ModelRules(job)))
     assert {candidate.plan.layout.pp for candidate in answer.candidates} == {1}
     assert "uses on one side of it what it registers on the other" in reason(answer, "pp")

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.planner.model.shape import Attention, Matmul
 from shardwise.planner.trace.cuda_rules import workspace_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -296,3 +296,36 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, tuple | list):
         for item in value:
             yield from _tensors(item)
+
+
+# Which weights a tensor was computed from, apart from what blocks returned.
+
+
+_RETURNED = "shardwise: a block returned this"
+
+
+def mark_returned(result: Any) -> None:
+    """Mark the autograd nodes of what a block returned; a reference to a node would keep its tensors alive."""
+    for leaf in tree_leaves(result):
+        node: Any = leaf.grad_fn if isinstance(leaf, torch.Tensor) else None
+        if node is not None:
+            node.metadata[_RETURNED] = True
+
+
+def weights_in(inputs: Any, names: Mapping[int, str]) -> frozenset[str]:
+    """Name the weights that `inputs` were computed from: `names` by id, found along the autograd graph."""
+    found: set[int] = set()
+    nodes: list[Any] = []
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            found.add(id(leaf))
+            nodes.append(leaf.grad_fn)
+    seen: set[Any] = {None}
+    while nodes:
+        node = nodes.pop()
+        if node in seen or _RETURNED in node.metadata:
+            continue
+        seen.add(node)
+        found.add(id(getattr(node, "variable", None)))  # AccumulateGrad has one
+        nodes.extend(following for following, _ in node.next_functions)
+    return frozenset(map(names.__getitem__, found & names.keys()))

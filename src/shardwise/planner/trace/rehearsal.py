@@ -22,7 +22,7 @@ from shardwise.parallel.sharded import DTYPES
 from shardwise.parallel.skeleton import skeleton
 from shardwise.parallel.tensor_rules import check_tensor, cut_dimension, find_rules, styles_by_name
 from shardwise.planner.trace.cuda_rules import CudaRules
-from shardwise.planner.trace.ledger import Entry, Ledger, Tally
+from shardwise.planner.trace.ledger import Entry, Ledger, Tally, mark_returned, weights_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -140,6 +140,8 @@ class Call:
     """Equal for blocks that do the same."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    reads: frozenset[str]
+    """Weights outside the blocks that its arguments were computed from, apart from what other blocks returned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +249,9 @@ class _blocks_once:  # noqa: N801 - reads as a function
         self._calls = calls
         self._ledger = ledger
         self._made: dict[tuple[Any, ...], Any] = {}
+        inside = {id(weight) for block in subject.blocks.values() for weight in block.parameters()}
+        named = subject.model.named_parameters()
+        self._outside = {id(weight): name for name, weight in named if id(weight) not in inside}
         self._forwards = [(block, block.__dict__.get("forward")) for block in subject.blocks.values()]
 
     def __enter__(self) -> None:
@@ -264,12 +269,14 @@ class _blocks_once:  # noqa: N801 - reads as a function
                 dtype = DTYPES[self._subject.compute]  # FSDP2 casts what enters a unit
                 args, kwargs = tree_map(lambda leaf: _to_dtype(leaf, dtype), (args, kwargs))
             kind = _kind(block, args, kwargs)
-            self._calls.append(Call(name=name, segment=segment, kind=kind, args=args, kwargs=kwargs))
+            reads = weights_in((args, kwargs), self._outside)
+            self._calls.append(Call(name=name, segment=segment, kind=kind, args=args, kwargs=kwargs, reads=reads))
             if kind in self._made:
                 result = _skip(self._made[kind], (args, kwargs))
             else:
                 result = forward(*args, **kwargs)
                 self._made[kind] = tree_map(_outline, result)
+            mark_returned(result)
             self._ledger.begin_segment()
             return result
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from dataclasses import replace
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -109,7 +110,13 @@ def _is_misplaced(subject: Subject, single: Pass) -> bool:
     """
     if len({name.rpartition(".")[0] for name in subject.blocks}) != 1:
         return False
-    segments = [call.segment for call in single.calls]
+    calls = sorted(single.calls, key=lambda call: call.segment)
+    first, last = calls[0], calls[-1]
+    # A stage computes the arguments of its layers from the weights that it has.
+    uses = list(single.uses)
+    uses += zip(first.reads, repeat(first.segment - 1))
+    if last is not first:
+        uses += zip(last.reads, repeat(last.segment + 1))
     sides: dict[str, set[bool]] = {}
     first_names: dict[int, str] = {}
     is_behind = False
@@ -119,9 +126,9 @@ def _is_misplaced(subject: Subject, single: Pass) -> bool:
         else:
             sides.setdefault(first_names.setdefault(id(parameter), name), set()).add(is_behind)
     return any(
-        (user > max(segments) and True not in sides.get(name, {True}))
-        or (user < min(segments) and False not in sides.get(name, {False}))
-        for name, user in single.uses
+        (user > last.segment and True not in sides.get(name, {True}))
+        or (user < first.segment and False not in sides.get(name, {False}))
+        for name, user in uses
     )
 
 
@@ -195,7 +202,7 @@ def _tokens(subject: Subject) -> int | None:
 # Descriptions of models, kept by content: the same model, samples and torch are traced once.
 
 
-VERSION = 5
+VERSION = 6
 """Of how a description is made; another one is traced anew. Functions that a module calls are not looked at."""
 _BASES = {object, nn.Module}
 
