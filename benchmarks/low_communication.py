@@ -29,7 +29,7 @@ import torch
 
 import shardwise as sw
 from figures import figure
-from shardwise.planner.settle import Device, settle
+from shardwise.planner.settle import LocalDevice, settle
 
 if TYPE_CHECKING:
     from shardwise.training.step.step import StepReport
@@ -73,7 +73,7 @@ def work(name: str, case: Case) -> dict[str, float]:
     changes = {"steps": case.steps, "seed": case.seed, "batch_size": batch_size, "metrics": {}, "on_step": look}
     job = dataclasses.replace(job, data=sw.datasets.text(length=length), **changes)
     with sw.world() as world:
-        plan = settle("ddp", batch_size=job.batch_size, world_size=2, device=Device(), overrides=PLANS[name])
+        plan = settle("ddp", batch_size=job.batch_size, world_size=2, device=LocalDevice(), overrides=PLANS[name])
         report = sw.train(job, plan, world, show_progress=False)
     (began, before), (ended, after) = clocks
     return {"bytes": after - before, "seconds": ended - began, "loss": report.evaluation["loss"]}

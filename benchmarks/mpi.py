@@ -37,7 +37,7 @@ from shardwise.dist import world
 from shardwise.errors import ShardwiseError
 from shardwise.job import load_job, refer
 from shardwise.launcher.mpirun import find_mpirun
-from shardwise.planner.settle import Device, settle
+from shardwise.planner.settle import LocalDevice, settle
 
 if TYPE_CHECKING:
     from shardwise.bench.split import Split
@@ -73,7 +73,7 @@ def take_apart(job: str, backend: str, effort: Effort) -> Split:
     """Return one DDP step, its compute and its communication over `backend`, on two fresh ranks."""
     reference = refer(f"{Path(__file__).with_name('mpi_job.py')}:{job}", {})
     batch_size, overrides = load_job(reference).batch_size, {"communication.bucket_mb": "1"}
-    plan = settle("ddp", batch_size=batch_size, world_size=RANKS, device=Device(), overrides=overrides)
+    plan = settle("ddp", batch_size=batch_size, world_size=RANKS, device=LocalDevice(), overrides=overrides)
     [measured] = measure_overlap(reference, plan, [{}], effort=effort, nproc=RANKS, device="cpu", backend=backend)
     return measured.split
 

@@ -18,7 +18,7 @@ MEMORY = """
 import dataclasses, json, sys
 import torch
 import shardwise as sw
-from shardwise.planner.settle import Device, settle
+from shardwise.planner.settle import LocalDevice, settle
 
 LENGTH = 8192
 
@@ -36,7 +36,7 @@ job = sw.Job(
 )
 rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 with sw.world(backend="gloo", device="cuda:0", init_method=f"file://{store}", rank=rank, world_size=size) as world:
-    plan = settle("cp", batch_size=1, world_size=size, device=Device(), overrides={"precision": "bf16"})
+    plan = settle("cp", batch_size=1, world_size=size, device=LocalDevice(), overrides={"precision": "bf16"})
     step = sw.build_step(job, plan, world)
     shares = []
     for batch in step.feed:

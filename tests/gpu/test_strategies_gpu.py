@@ -14,7 +14,7 @@ RANK = """
 import dataclasses, json, sys
 import torch
 import shardwise as sw
-from shardwise.planner.settle import Device, settle
+from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Precision
 
 class Sentences(torch.utils.data.Dataset):
@@ -38,7 +38,7 @@ with sw.world(backend="gloo", device="cuda:0", init_method=f"file://{store}", ra
         print(spec, file=sys.stderr, flush=True)
         name, *changes = spec.split("+")
         overrides = dict(change.split("=") for change in changes)
-        plan = settle(name, batch_size=8, world_size=size, device=Device(), overrides=overrides)
+        plan = settle(name, batch_size=8, world_size=size, device=LocalDevice(), overrides=overrides)
         if "precision" not in overrides:
             dtypes = dict.fromkeys(("parameter", "compute", "reduce", "optimizer"), "fp64")
             plan = dataclasses.replace(plan, precision=Precision(**dtypes))

@@ -13,7 +13,7 @@ REACHED = {
     "lines": 72_500,
     "files under 60 lines": 37,
     "modules under 80 lines with one importer": 14,
-    "class names in several modules": 66,
+    "class names in several modules": 2,
     "nested comprehensions with conditions": 32,
     "nested conditional expressions": 5,
     "comprehensions per 1,000 lines": 38.4,

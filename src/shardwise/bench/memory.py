@@ -23,7 +23,7 @@ OUTSIDE = "outside"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holding:
+class LiveMemory:
     """Storages alike in all but their bytes' values, alive at the peak."""
 
     num_bytes: int
@@ -114,7 +114,7 @@ class LiveBytes(TorchDispatchMode):
         self._gone.clear()
         self.peak_bytes, self._peak_at = self.current_bytes, self._clock
 
-    def at_peak(self) -> list[Holding]:
+    def at_peak(self) -> list[LiveMemory]:
         """Return what was alive at the peak, alike storages together, largest first; adds up to `peak_bytes`."""
         groups: dict[tuple[Any, ...], list[int]] = {}
         for storage in (*self._live.values(), *self._gone):
@@ -122,7 +122,7 @@ class LiveBytes(TorchDispatchMode):
                 groups.setdefault(storage.maker, []).append(storage.num_bytes)
         return sorted(
             (
-                Holding(
+                LiveMemory(
                     num_bytes=sum(sizes),
                     count=len(sizes),
                     operator=str(operator),

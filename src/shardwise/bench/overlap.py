@@ -12,7 +12,7 @@ import torch
 
 from shardwise.bench.ranks import rank_zero
 from shardwise.bench.report.findings import Bars, Findings, Section, Table
-from shardwise.bench.split import Split, Turns, measure_turns, pool, split
+from shardwise.bench.split import MeasuredTurns, Split, measure_turns, pool, split
 from shardwise.bench.switch import SwitchedWorld
 from shardwise.dist import world
 from shardwise.errors import PlanError
@@ -156,12 +156,12 @@ def _measure_rank(
     settings: list[dict[str, Any]],
     effort: Effort,
     opening: dict[str, Any],
-) -> list[tuple[dict[str, Any], list[list[Turns]]]]:
+) -> list[tuple[dict[str, Any], list[list[MeasuredTurns]]]]:
     """Measure all settings in turns, called on every rank; returns by setting and round what each rank measured."""
     with world(**opening) as opened:
         here, job = SwitchedWorld.around(opened), load_job(reference)
 
-        def measure(values: dict[str, Any]) -> list[Turns]:
+        def measure(values: dict[str, Any]) -> list[MeasuredTurns]:
             turns = measure_turns(job, with_values(plan, values), here, turns=effort.turns, reads=False)
             gc.collect()  # the model, before the next one is built
             if here.device.type == "cuda":
@@ -171,7 +171,7 @@ def _measure_rank(
         own, *others = settings
         first = measure(own)
         kept = [own, *distinct(others, own, first[0].num_bytes)]
-        found: list[list[list[Turns]]] = [[first], *([] for _ in kept[1:])]
+        found: list[list[list[MeasuredTurns]]] = [[first], *([] for _ in kept[1:])]
         for number in range(effort.rounds):
             for values, rounds in zip(kept, found, strict=True):
                 if len(rounds) == number:
@@ -196,7 +196,7 @@ def _effect(values: dict[str, Any], num_bytes: int) -> dict[str, Any]:
     return {**values, BUCKET: min(values[BUCKET], max(num_bytes / 2**20, 2**-10))}
 
 
-def summarise(values: dict[str, Any], rounds: Sequence[Sequence[Turns]]) -> Overlap:
+def summarise(values: dict[str, Any], rounds: Sequence[Sequence[MeasuredTurns]]) -> Overlap:
     """Return what all ranks measured of a setting in all rounds."""
     return Overlap(values=values, split=split(pool(rounds)), rounds=tuple(split(each).step.median_s for each in rounds))
 

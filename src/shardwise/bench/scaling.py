@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 
 from shardwise.bench.ranks import PRELOAD, on_ranks
-from shardwise.bench.split import Turns, measure_turns, pool, split
+from shardwise.bench.split import MeasuredTurns, measure_turns, pool, split
 from shardwise.bench.switch import SwitchedWorld
 from shardwise.dist import world
 from shardwise.environment import base_environment
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from shardwise.job import Job, JobReference
     from shardwise.launcher.local.starters import Starter
-    from shardwise.planner.settle import Device
+    from shardwise.planner.settle import LocalDevice
     from shardwise.plans import Plan
 
 Mode = Literal["strong", "weak"]
@@ -38,7 +38,7 @@ _TURNS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class ScalingPoint:
     """What so many ranks did."""
 
     ranks: int
@@ -55,12 +55,12 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
+class ScalingCurve:
     """One way to grow, over numbers of ranks."""
 
     mode: str
     unit: str
-    points: tuple[Point, ...]
+    points: tuple[ScalingPoint, ...]
     """By number of ranks; the first is what the others are compared with."""
     note: str = ""
     """What else must be known to read it."""
@@ -70,19 +70,19 @@ class Curve:
         """Say which way it is."""
         return f"{self.mode} scaling" if self.mode in MODES else self.mode
 
-    def efficiency(self, point: Point) -> float:
+    def efficiency(self, point: ScalingPoint) -> float:
         """Return throughput over what the first point's ranks would give if each added rank gave as much."""
         first = self.points[0]
         return point.per_s / point.ranks / (first.per_s / first.ranks)
 
-    def efficiency_spread(self, point: Point) -> float | None:
+    def efficiency_spread(self, point: ScalingPoint) -> float | None:
         """Return the spread of `efficiency`, as a share of one: both spreads, added; None where it is not known."""
         first = self.points[0]
         if point is first or point.spread is None or first.spread is None:
             return None
         return self.efficiency(point) * (point.spread + first.spread)
 
-    def growth(self, point: Point) -> dict[str, float] | None:
+    def growth(self, point: ScalingPoint) -> dict[str, float] | None:
         """Return by how many seconds each part of a step is above what ideal scaling would make of the first's."""
         first = self.points[0]
         if point.parts is None or first.parts is None:
@@ -92,7 +92,7 @@ class Curve:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class ScalingCase:
     """What is to be measured on so many ranks."""
 
     ranks: int
@@ -105,7 +105,7 @@ class Case:
 
 
 def plan_for(
-    spec: str, mode: Mode, ranks: int, *, batch_size: int, device: Device, overrides: Mapping[str, str]
+    spec: str, mode: Mode, ranks: int, *, batch_size: int, device: LocalDevice, overrides: Mapping[str, str]
 ) -> Plan:
     """Return the plan of so many ranks: strong keeps the global batch, weak gives every rank `batch_size`.
 
@@ -129,18 +129,18 @@ def powers_of_two(most: int) -> tuple[int, ...]:
 
 def measure_job(
     reference: JobReference,
-    cases: Mapping[Mode, Sequence[Case]],
+    cases: Mapping[Mode, Sequence[ScalingCase]],
     *,
     rounds: int,
     opening: Mapping[str, str | None],
     predict: Callable[[Job, Plan], float | None],
-) -> list[Curve]:
+) -> list[ScalingCurve]:
     """Measure a job on fresh ranks of this machine, all numbers of ranks in turns; `opening` is how a world opens.
 
     `predict` returns the seconds that a step is said to take, or None.
     """
     distinct = {(case.ranks, case.plan): case for each in cases.values() for case in each}  # one rank: strong is weak
-    found: dict[Any, list[list[Turns]]] = {key: [] for key in distinct}
+    found: dict[Any, list[list[MeasuredTurns]]] = {key: [] for key in distinct}
     with fork_parent() as warm:
         for _ in range(rounds):
             for ranks in sorted({case.ranks for case in distinct.values()}):
@@ -160,7 +160,7 @@ def measure_job(
     job = load_job(reference)
     points = {key: _point(case, found[key], job, predict) for key, case in distinct.items()}
     return [
-        Curve(mode=mode, unit="samples/s", points=tuple(points[case.ranks, case.plan] for case in each))
+        ScalingCurve(mode=mode, unit="samples/s", points=tuple(points[case.ranks, case.plan] for case in each))
         for mode, each in cases.items()
     ]
 
@@ -174,7 +174,7 @@ def fork_parent(preload: tuple[str, ...] = PRELOAD) -> Iterator[Starter]:
         yield starter
 
 
-def _measure_rank(reference: JobReference, plans: list[Plan], opening: dict[str, Any]) -> list[list[Turns]]:
+def _measure_rank(reference: JobReference, plans: list[Plan], opening: dict[str, Any]) -> list[list[MeasuredTurns]]:
     """Measure the job under each plan, called on every rank; returns by plan what each rank measured."""
     with world(**opening) as opened:
         here, job, found = SwitchedWorld.around(opened), load_job(reference), []
@@ -188,11 +188,11 @@ def _measure_rank(reference: JobReference, plans: list[Plan], opening: dict[str,
 
 
 def _point(
-    case: Case, rounds: Sequence[Sequence[Turns]], job: Job, predict: Callable[[Job, Plan], float | None]
-) -> Point:
+    case: ScalingCase, rounds: Sequence[Sequence[MeasuredTurns]], job: Job, predict: Callable[[Job, Plan], float | None]
+) -> ScalingPoint:
     found = split(pool(rounds))
     predicted_s = predict(dataclasses.replace(job, batch_size=case.batch_size), case.plan)
-    return Point(
+    return ScalingPoint(
         ranks=case.ranks,
         per_s=case.batch_size / found.period.median_s,
         spread=found.period.spread,

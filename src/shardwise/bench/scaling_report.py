@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.bench.ranks import PRELOAD
 from shardwise.bench.report.findings import Bars, Findings, Plot, Section, Series, Table
-from shardwise.bench.scaling import Curve, Point, fork_parent
+from shardwise.bench.scaling import ScalingCurve, ScalingPoint, fork_parent
 from shardwise.bench.timing import Timing
 from shardwise.errors import InputError, RankFailedError
 from shardwise.launcher.explain import explain_outcome
@@ -55,7 +55,7 @@ SCRIPT_METHOD = (
 )
 
 
-def scaling_table(curve: Curve) -> Table:
+def scaling_table(curve: ScalingCurve) -> Table:
     """Return one row for each number of ranks."""
     has_parts = any(point.parts is not None for point in curve.points)
     has_batch = any(point.batch_size is not None for point in curve.points)
@@ -103,12 +103,12 @@ class Room:
         )
 
 
-def limits(curve: Curve, room: Room) -> list[str]:
+def limits(curve: ScalingCurve, room: Room) -> list[str]:
     """Say, for each number of ranks after the first, what keeps it from the ideal."""
     return [f"{point.ranks} ranks: {_limit(curve, point, room)}" for point in curve.points[1:]]
 
 
-def _limit(curve: Curve, point: Point, room: Room) -> str:
+def _limit(curve: ScalingCurve, point: ScalingPoint, room: Room) -> str:
     crowd = room.crowd(point.ranks, curve.points[0].ranks)
     reasons = [crowd] if crowd else []
     growth = curve.growth(point) or {}
@@ -122,17 +122,17 @@ def _limit(curve: Curve, point: Point, room: Room) -> str:
     return f"{_efficiency(curve, point)} of ideal" + "".join(f"; {reason}" for reason in reasons)
 
 
-def _efficiency(curve: Curve, point: Point) -> str:
+def _efficiency(curve: ScalingCurve, point: ScalingPoint) -> str:
     spread = curve.efficiency_spread(point)
     return f"{curve.efficiency(point):.0%}" + ("" if spread is None else f" ± {spread:.0%}")
 
 
-def verdict(curves: Sequence[Curve]) -> str:
+def verdict(curves: Sequence[ScalingCurve]) -> str:
     """Return the one sentence to read: what the most ranks gave."""
     return "; ".join(_gain(curve) for curve in curves) + "."
 
 
-def _gain(curve: Curve) -> str:
+def _gain(curve: ScalingCurve) -> str:
     first, last = curve.points[0], curve.points[-1]
     if (curve.efficiency_spread(last) or 0.0) > _TOO_NOISY:
         return f"{curve.mode}: times vary too much to say (efficiency {_efficiency(curve, last)} on {last.ranks} ranks)"
@@ -141,7 +141,7 @@ def _gain(curve: Curve) -> str:
 
 
 def scaling_findings(
-    curves: Sequence[Curve], *, title: str, facts: tuple[tuple[str, str], ...], notes: Sequence[Sequence[str]]
+    curves: Sequence[ScalingCurve], *, title: str, facts: tuple[tuple[str, str], ...], notes: Sequence[Sequence[str]]
 ) -> Findings:
     """Return what a report shows; `notes` say of each curve what limits it."""
     is_job = any(point.batch_size is not None for curve in curves for point in curve.points)
@@ -154,7 +154,7 @@ def scaling_findings(
     )
 
 
-def _section(curve: Curve, words: Sequence[str]) -> Section:
+def _section(curve: ScalingCurve, words: Sequence[str]) -> Section:
     parts: list[Plot | Bars | Table] = [scaling_table(curve), _throughput(curve)]
     split = [
         (f"{point.ranks} rank{'s' * (point.ranks > 1)}", point.parts)
@@ -174,7 +174,7 @@ def _section(curve: Curve, words: Sequence[str]) -> Section:
     return Section(title=curve.title.capitalize(), text=text, parts=tuple(parts))
 
 
-def _throughput(curve: Curve) -> Plot:
+def _throughput(curve: ScalingCurve) -> Plot:
     first = curve.points[0]
     series = [
         Series(name="measured", points=tuple((point.ranks, point.per_s) for point in curve.points)),
@@ -240,7 +240,7 @@ def find_rates(pattern: re.Pattern[str], text: str) -> list[float]:
 
 def measure_script(
     script: Script, ranks: Sequence[int], *, rounds: int, mode: str, pattern: re.Pattern[str] | None
-) -> Curve:
+) -> ScalingCurve:
     """Launch a script on each number of ranks of this machine, all in turns, and return its throughput.
 
     Without a pattern that is how often a second its work would be done: by the wall clock, less what a script takes
@@ -265,7 +265,7 @@ def measure_script(
                 startup[number].append(_run(Script(str(empty)), number, starter)[0])
     if pattern is not None:
         points = [_point(number, [1 / rate for rate in values[number]], work=1) for number in ranks]
-        return Curve(mode="throughput as printed", unit="/s", points=tuple(points))
+        return ScalingCurve(mode="throughput as printed", unit="/s", points=tuple(points))
     start_s = {number: statistics.median(startup[number]) for number in ranks}
     points = [
         _point(
@@ -276,12 +276,12 @@ def measure_script(
         for number in ranks
     ]
     taken = ", ".join(f"{1e3 * start_s[number]:.0f} ms for {number}" for number in ranks)
-    return Curve(mode=mode, unit="times/s", points=tuple(points), note=f"start-up of ranks taken off: {taken}")
+    return ScalingCurve(mode=mode, unit="times/s", points=tuple(points), note=f"start-up of ranks taken off: {taken}")
 
 
-def _point(ranks: int, seconds: Sequence[float], *, work: int) -> Point:
+def _point(ranks: int, seconds: Sequence[float], *, work: int) -> ScalingPoint:
     timing = Timing.of(seconds)
-    return Point(ranks=ranks, per_s=work / timing.median_s, spread=timing.spread if timing.repeats > 1 else None)
+    return ScalingPoint(ranks=ranks, per_s=work / timing.median_s, spread=timing.spread if timing.repeats > 1 else None)
 
 
 def _rates(pattern: re.Pattern[str], output: list[str], script: Script, ranks: int) -> list[float]:

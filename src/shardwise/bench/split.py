@@ -31,7 +31,7 @@ _MOST_STEPS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
+class MeasuredTurn:
     """Seconds a step of one rank, each of one or a few steps in a row; all within one turn, one after the other."""
 
     trained: float | None
@@ -45,10 +45,10 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turns:
+class MeasuredTurns:
     """What one rank measured of a job under a plan."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[MeasuredTurn, ...]
     collectives: int
     """Of one step."""
     num_bytes: int
@@ -98,7 +98,7 @@ class Split:
         return (high - low) / 2 / self.communication.median_s
 
 
-def measure_turns(job: Job, plan: Plan, here: SwitchedWorld, *, turns: int, reads: bool) -> Turns:
+def measure_turns(job: Job, plan: Plan, here: SwitchedWorld, *, turns: int, reads: bool) -> MeasuredTurns:
     """Train `job` a little under `plan`, `turns` times each way; communicates, on every rank.
 
     `reads` also times steps that read their data, as training does.
@@ -132,8 +132,8 @@ def measure_turns(job: Job, plan: Plan, here: SwitchedWorld, *, turns: int, read
         compute = whole if can_switch else None
         if can_switch and calls:
             compute = ways.compute(kept)
-        found.append(Turn(trained=trained, whole=whole, compute=compute, communication=ways.communicate()))
-    return Turns(turns=tuple(found), collectives=len(calls), num_bytes=sum(call.num_bytes for call in calls))
+        found.append(MeasuredTurn(trained=trained, whole=whole, compute=compute, communication=ways.communicate()))
+    return MeasuredTurns(turns=tuple(found), collectives=len(calls), num_bytes=sum(call.num_bytes for call in calls))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +183,7 @@ class _Clock:
         return time.perf_counter() - began
 
 
-def pool(rounds: Sequence[Sequence[Turns]]) -> list[Turns]:
+def pool(rounds: Sequence[Sequence[MeasuredTurns]]) -> list[MeasuredTurns]:
     """Return what each rank measured over all rounds, given by round and rank."""
     return [
         dataclasses.replace(parts[0], turns=tuple(turn for part in parts for turn in part.turns))
@@ -191,7 +191,7 @@ def pool(rounds: Sequence[Sequence[Turns]]) -> list[Turns]:
     ]
 
 
-def split(ranks: Sequence[Turns]) -> Split:
+def split(ranks: Sequence[MeasuredTurns]) -> Split:
     """Return what the turns of all ranks say together."""
     rows = list(zip(*(rank.turns for rank in ranks), strict=True))
     step = [max(turn.whole for turn in row) for row in rows]
@@ -219,5 +219,5 @@ def split(ranks: Sequence[Turns]) -> Split:
     )
 
 
-def _compute_times(row: Sequence[Turn]) -> list[float]:
+def _compute_times(row: Sequence[MeasuredTurn]) -> list[float]:
     return [turn.compute for turn in row if turn.compute is not None]

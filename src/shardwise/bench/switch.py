@@ -48,7 +48,7 @@ _METHODS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class SwitchedCall:
     """One collective as a step called it: on which group, with tensors of which shapes."""
 
     group: dist.ProcessGroup
@@ -64,16 +64,16 @@ class Call:
 
 
 @dataclass(kw_only=True)
-class Switch:
+class CommunicationSwitch:
     """Whether the collectives of a switched world happen, and whether they are written down."""
 
     on: bool = True
-    calls: list[Call] | None = None
+    calls: list[SwitchedCall] | None = None
     """Where calls are written down, None where they are not."""
 
-    def record(self, step: Callable[[], object]) -> list[Call]:
+    def record(self, step: Callable[[], object]) -> list[SwitchedCall]:
         """Return the collectives that `step` calls, in order."""
-        calls: list[Call] = []
+        calls: list[SwitchedCall] = []
         self.calls = calls
         try:
             step()
@@ -88,7 +88,7 @@ class SwitchedWorld(World):
     The way through the switch is Python's, about 10 us a collective, and the same whether it is on or off.
     """
 
-    switch: Switch
+    switch: CommunicationSwitch
     plain: World
     """The world inside, whose collectives always happen."""
 
@@ -99,7 +99,7 @@ class SwitchedWorld(World):
             dist.Backend.register_backend(_BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
         values = {part.name: getattr(here, part.name) for part in dataclasses.fields(World) if part.init}
         switched = cls(**{**values, "created": False, "_groups": {}})
-        object.__setattr__(switched, "switch", Switch())
+        object.__setattr__(switched, "switch", CommunicationSwitch())
         object.__setattr__(switched, "plain", here)
         return switched
 
@@ -132,7 +132,7 @@ class SwitchedWorld(World):
         )
 
 
-def replay(calls: Sequence[Call]) -> Callable[[], None]:
+def replay(calls: Sequence[SwitchedCall]) -> Callable[[], None]:
     """Return what makes the same collectives again, each waited for before the next; communicates, on every rank.
 
     Tensors of the same shape and place in a call are shared, so that no more is held than one call of each shape needs.
@@ -178,7 +178,7 @@ class _Inside:
     """What a switched group is made from."""
 
     group: dist.ProcessGroup
-    switch: Switch
+    switch: CommunicationSwitch
 
 
 class _SwitchedGroup(dist.ProcessGroup):
@@ -211,7 +211,7 @@ class _SwitchedGroup(dist.ProcessGroup):
         switch = self._switch
         if switch.calls is not None:
             shapes = tuple(tree_map(_shape, arg) for arg in args)
-            switch.calls.append(Call(group=self._group, method=method, args=shapes, kwargs=kwargs))
+            switch.calls.append(SwitchedCall(group=self._group, method=method, args=shapes, kwargs=kwargs))
         return getattr(self._group, method)(*args, **kwargs) if switch.on else _done(args)
 
 

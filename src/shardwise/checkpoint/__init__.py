@@ -4,24 +4,24 @@ from shardwise.checkpoint.async_save import AsyncSaver, StallReport
 from shardwise.checkpoint.check import Damage, find_damage
 from shardwise.checkpoint.disk import check_storage
 from shardwise.checkpoint.errors import CheckpointError, DamagedError, MismatchError
-from shardwise.checkpoint.folder import CheckpointFolder, Entry, load_newest, to_remove
-from shardwise.checkpoint.load import Comparison, Forecast, LoadReport, load
+from shardwise.checkpoint.folder import CheckpointEntry, CheckpointFolder, load_newest, to_remove
+from shardwise.checkpoint.load import Forecast, LoadReport, RankComparison, load
 from shardwise.checkpoint.manifest import Manifest, Piece, TensorEntry, read_manifest
 from shardwise.checkpoint.save import SaveReport, save
 
 __all__ = [
     "AsyncSaver",
+    "CheckpointEntry",
     "CheckpointError",
     "CheckpointFolder",
-    "Comparison",
     "Damage",
     "DamagedError",
-    "Entry",
     "Forecast",
     "LoadReport",
     "Manifest",
     "MismatchError",
     "Piece",
+    "RankComparison",
     "SaveReport",
     "StallReport",
     "TensorEntry",

@@ -54,7 +54,7 @@ class CheckpointFolder:
         known = [(path == latest, key, path) for path, key in found.items() if key is not None]
         return [path for *_, path in sorted(known, reverse=True)]
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CheckpointEntry]:
         """Return the checkpoints whose manifest can be read, the one saved first first."""
         entries = []
         for path in self.paths():
@@ -62,7 +62,7 @@ class CheckpointFolder:
                 entries.append(_entry(path))
         return sorted(entries, key=lambda entry: entry.saved_at)
 
-    def newest_good(self, *, deep: bool) -> tuple[Entry | None, list[Damage]]:
+    def newest_good(self, *, deep: bool) -> tuple[CheckpointEntry | None, list[Damage]]:
         """Return the first sound checkpoint in the order to try them, and what is wrong with those before it.
 
         `deep` reads every byte; otherwise manifests, sizes and headers are checked.
@@ -159,7 +159,7 @@ def _read_together(path: Path, group: dist.ProcessGroup | None) -> Manifest:
     return read[0]
 
 
-def _entry(path: Path) -> Entry:
+def _entry(path: Path) -> CheckpointEntry:
     manifest = read_manifest(path)
     metrics: Any = manifest.facts.get("metrics")
     numbers = {
@@ -167,14 +167,14 @@ def _entry(path: Path) -> Entry:
         for name, value in (metrics.items() if isinstance(metrics, dict) else ())
         if isinstance(value, int | float)
     }
-    return Entry(path, manifest.step, manifest.saved_at, manifest.num_bytes, numbers)
+    return CheckpointEntry(path, manifest.step, manifest.saved_at, manifest.num_bytes, numbers)
 
 
 # Which checkpoints may go, by a run's rules: a decision, nothing is removed here.
 
 
 @dataclass(frozen=True)
-class Entry:
+class CheckpointEntry:
     """One checkpoint in a folder, as its manifest tells."""
 
     path: Path
@@ -186,7 +186,7 @@ class Entry:
     """What `facts["metrics"]` holds, as far as it is numbers."""
 
 
-def to_remove(entries: Sequence[Entry], keep: Keep, *, now: float) -> list[Entry]:
+def to_remove(entries: Sequence[CheckpointEntry], keep: Keep, *, now: float) -> list[CheckpointEntry]:
     """Return the entries, given oldest first, that no rule of `keep` wants at time `now`; never the newest."""
     if keep.last is None and keep.age_s is None and not keep.best:
         return []
@@ -204,7 +204,7 @@ def to_remove(entries: Sequence[Entry], keep: Keep, *, now: float) -> list[Entry
 
 
 @dataclass(frozen=True)
-class Row:
+class ListingRow:
     """One checkpoint; what its manifest would tell is None where that cannot be read."""
 
     path: Path
@@ -218,7 +218,7 @@ class Row:
     metrics: dict[str, float]
 
 
-def list_checkpoints(path: Path, *, deep: bool) -> list[Row]:
+def list_checkpoints(path: Path, *, deep: bool) -> list[ListingRow]:
     """Return every checkpoint at `path`, by step; `deep` reads every byte to see whether it is sound."""
     found = find_checkpoints(path)
     if not found:
@@ -234,16 +234,16 @@ def list_checkpoints(path: Path, *, deep: bool) -> list[Row]:
     )
 
 
-def _row(path: Path, *, is_latest: bool, deep: bool) -> Row:
+def _row(path: Path, *, is_latest: bool, deep: bool) -> ListingRow:
     damages = tuple(find_damage(path, deep=deep))
     try:
         manifest = read_manifest(path)
     except DamagedError:
         named = parse_name(path.name)
-        return Row(path, is_latest, damages, named[0] if named else None, None, None, "", {})
+        return ListingRow(path, is_latest, damages, named[0] if named else None, None, None, "", {})
     metrics = manifest.facts.get("metrics")
     numbers = metrics.items() if isinstance(metrics, dict) else ()
-    return Row(
+    return ListingRow(
         path,
         is_latest,
         damages,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RankComparison:
     """How the tensors of all ranks and those of a checkpoint differ; the same on every rank."""
 
     restored: tuple[str, ...]
@@ -61,7 +61,7 @@ class LoadReport:
     path: Path
     step: int
     facts: dict[str, Any]
-    comparison: Comparison
+    comparison: RankComparison
     bytes_read: int
     """Bytes this rank put into place."""
     host_peak_bytes: int
@@ -140,7 +140,7 @@ def _compare(manifest: Manifest, tensors: Mapping[str, Tensor]) -> _Findings:
     return _Findings(manifest.saved_at, frozenset(manifest.tensors), tuple(tensors), differing)
 
 
-def _merge(path: Path, findings: list[_Findings]) -> Comparison:
+def _merge(path: Path, findings: list[_Findings]) -> RankComparison:
     if len({found.saved_at for found in findings}) > 1:
         raise CheckpointError(
             "ranks read different manifests",
@@ -150,7 +150,7 @@ def _merge(path: Path, findings: list[_Findings]) -> Comparison:
     saved = findings[0].saved
     asked = dict.fromkeys(name for found in findings for name in found.asked)
     differing = {name: words for found in findings for name, words in found.differing.items()}
-    comparison = Comparison(
+    comparison = RankComparison(
         restored=tuple(name for name in asked if name in saved and name not in differing),
         missing=tuple(name for name in asked if name not in saved),
         unexpected=tuple(sorted(saved - asked.keys())),

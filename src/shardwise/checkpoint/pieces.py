@@ -80,7 +80,7 @@ def _cut(name: str, tensor: DTensor, offsets: list[int], lengths: list[int]) -> 
 
 
 @dataclass(frozen=True)
-class Proposal:
+class WriteProposal:
     """What one rank could write."""
 
     forms: dict[str, Form]
@@ -88,7 +88,7 @@ class Proposal:
     plan: SavePlan
 
 
-def propose(tensors: Mapping[str, Tensor]) -> Proposal:
+def propose(tensors: Mapping[str, Tensor]) -> WriteProposal:
     """Return what this rank could write; no communication."""
     forms, items = {}, []
     for name, tensor in tensors.items():
@@ -109,10 +109,10 @@ def propose(tensors: Mapping[str, Tensor]) -> Proposal:
         if 0 not in box.sizes:
             data = TensorWriteData(chunk=box, properties=TensorProperties(dtype=tensor.dtype), size=tensor.shape)
             items.append(WriteItem(index=MetadataIndex(name, box.offsets), type=WriteItemType.SHARD, tensor_data=data))
-    return Proposal(forms, SavePlan(items))
+    return WriteProposal(forms, SavePlan(items))
 
 
-def assign(proposals: Sequence[Proposal]) -> tuple[list[list[str]], dict[str, Form]]:
+def assign(proposals: Sequence[WriteProposal]) -> tuple[list[list[str]], dict[str, Form]]:
     """Return the names that each rank shall write, every box by one rank only, and the form of every tensor."""
     forms: dict[str, Form] = {}
     for proposal in proposals:
@@ -128,7 +128,7 @@ def assign(proposals: Sequence[Proposal]) -> tuple[list[list[str]], dict[str, Fo
 
 
 @dataclass(frozen=True)
-class Overlap:
+class PieceOverlap:
     """What a saved piece and this rank's box of the same tensor have in common."""
 
     piece: Piece
@@ -137,7 +137,7 @@ class Overlap:
     shape: tuple[int, ...]
 
 
-def overlaps(name: str, tensor: Tensor, entry: TensorEntry) -> list[Overlap]:
+def overlaps(name: str, tensor: Tensor, entry: TensorEntry) -> list[PieceOverlap]:
     """Return what of the saved pieces falls into this rank's box."""
     box = box_of(name, tensor)
     if 0 in box.sizes:
@@ -148,7 +148,7 @@ def overlaps(name: str, tensor: Tensor, entry: TensorEntry) -> list[Overlap]:
         chunks=[ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.shape)) for p in entry.pieces],
     )
     return [
-        Overlap(
+        PieceOverlap(
             piece=entry.pieces[cast("int", item.storage_index.index)],
             piece_offsets=tuple(item.storage_offsets),
             box_offsets=tuple(item.dest_offsets),

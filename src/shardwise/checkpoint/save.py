@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
-    from shardwise.checkpoint.pieces import Form, Proposal
+    from shardwise.checkpoint.pieces import Form, WriteProposal
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Draft:
         seconds = time.perf_counter() - self._began
         return SaveReport(published.path, self._step, published.num_bytes, self.bytes_here, seconds)
 
-    def _propose(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Proposal:
+    def _propose(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> WriteProposal:
         if rank_in(self._group) == 0:
             # Through JSON and back: what cannot be written is refused now, and what changes later is not.
             self._facts = msgspec.json.decode(msgspec.json.encode(dict(facts)))
@@ -183,7 +183,7 @@ class Publication:
         self._lock: int | None = None
         self._forms: dict[str, Form] = {}
 
-    def open(self, proposals: list[Proposal]) -> list[Order]:
+    def open(self, proposals: list[WriteProposal]) -> list[Order]:
         """Lock the folder, clear what dead saves left, make the temporary folder, and tell each rank its part."""
         chosen, self._forms = assign(proposals)
         self._folder.mkdir(exist_ok=True)  # not its parents: if those have vanished, say so

@@ -35,7 +35,7 @@ _MAX_WRITE = 1 << 30
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardRange:
     """Where one piece lies in its file."""
 
     begin: int
@@ -52,7 +52,7 @@ class ShardLayout:
     """
 
     header: bytes
-    places: dict[str, Place]
+    places: dict[str, ShardRange]
     """Pieces by tensor name, in the order of their bytes."""
     size: int
 
@@ -74,7 +74,7 @@ class ShardLayout:
         header = len(text).to_bytes(8, "little") + text
         start = len(header)
         places = {
-            name: Place(start + begin, start + end, DTYPES[pieces[name][0]], pieces[name][1])
+            name: ShardRange(start + begin, start + end, DTYPES[pieces[name][0]], pieces[name][1])
             for name, (begin, end) in spans.items()
         }
         return cls(header, places, start + end)

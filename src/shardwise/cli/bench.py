@@ -14,7 +14,7 @@ from shardwise.runs.console import complain, say
 if TYPE_CHECKING:
     from shardwise.bench.report.findings import Table
     from shardwise.job import Job, JobReference
-    from shardwise.planner.settle import Device
+    from shardwise.planner.settle import LocalDevice
 
 
 PARTS = {
@@ -34,7 +34,7 @@ def command() -> None:
 # What the parts of `bench` that train a job have in common: their device, tables, a word on a busy machine.
 
 
-def bench_device(asked: str | None, backend: str | None, nproc: int) -> tuple[Device, str]:
+def bench_device(asked: str | None, backend: str | None, nproc: int) -> tuple[LocalDevice, str]:
     """Return what settling must know of the device, and the device that ranks open: gloo's may share one GPU."""
     from shardwise.cli.train import this_device
 

@@ -20,7 +20,7 @@ from shardwise.runs.console import DONE, complain, say
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from shardwise.bench.scaling import Curve, Mode
+    from shardwise.bench.scaling import Mode, ScalingCurve
     from shardwise.job import Job
     from shardwise.plans import Plan
 
@@ -112,9 +112,9 @@ def _read_ranks(options: dict[str, Any]) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def _measure_job(script: str, options: dict[str, Any]) -> tuple[list[Curve], bool, str]:
+def _measure_job(script: str, options: dict[str, Any]) -> tuple[list[ScalingCurve], bool, str]:
     """Return the curves of a job, whether it ran on the CPU, and a title."""
-    from shardwise.bench.scaling import MODES, Case, measure_job, plan_for
+    from shardwise.bench.scaling import MODES, ScalingCase, measure_job, plan_for
     from shardwise.cli.train import split_settings
     from shardwise.parallel.support import require_supported
 
@@ -122,11 +122,11 @@ def _measure_job(script: str, options: dict[str, Any]) -> tuple[list[Curve], boo
     reference, overrides = split_settings(script, options["settings"])
     where, opened = bench_device(options["device"], options["backend"], max(ranks))
     batch_size, spec = load_torch_job(reference).batch_size, options["plan_spec"] or "ddp"
-    cases: dict[Mode, list[Case]] = {mode: [] for mode in MODES if options["mode"] in (None, mode)}
+    cases: dict[Mode, list[ScalingCase]] = {mode: [] for mode in MODES if options["mode"] in (None, mode)}
     for mode, points in cases.items():
         for number in ranks:
             plan = plan_for(spec, mode, number, batch_size=batch_size, device=where, overrides=overrides)
-            points.append(Case(ranks=number, plan=plan))
+            points.append(ScalingCase(ranks=number, plan=plan))
     for case in itertools.chain.from_iterable(cases.values()):
         require_supported(case.plan)
     warn_if_busy()
@@ -158,7 +158,9 @@ def _predictor() -> Callable[[Job, Plan], float | None]:
     return predict
 
 
-def _measure_script(script: str, arguments: tuple[str, ...], options: dict[str, Any]) -> tuple[list[Curve], bool, str]:
+def _measure_script(
+    script: str, arguments: tuple[str, ...], options: dict[str, Any]
+) -> tuple[list[ScalingCurve], bool, str]:
     """Return the curve of a script, whether it has no GPUs to run on, and a title."""
     from shardwise.bench.scaling_report import measure_script, read_pattern
     from shardwise.hardware import probe_gpus, usable_cores
@@ -188,7 +190,7 @@ def _measure_script(script: str, arguments: tuple[str, ...], options: dict[str, 
     return [curve], not gpus, Path(script).name
 
 
-def _show(curves: Sequence[Curve], title: str, *, on_cpu: bool, as_json: bool, report: Path | None) -> None:
+def _show(curves: Sequence[ScalingCurve], title: str, *, on_cpu: bool, as_json: bool, report: Path | None) -> None:
     import msgspec
 
     from shardwise.bench.scaling_report import Room, limits, scaling_findings, scaling_table, verdict
@@ -215,7 +217,7 @@ def _show(curves: Sequence[Curve], title: str, *, on_cpu: bool, as_json: bool, r
         )
 
 
-def _plain(curve: Curve, words: list[str]) -> dict[str, Any]:
+def _plain(curve: ScalingCurve, words: list[str]) -> dict[str, Any]:
     """Return a curve for programs, with what is worked out from its points."""
     import msgspec
 

@@ -126,7 +126,7 @@ def convert(
     nproc: int | None,
 ) -> int:
     """Write SOURCE, whose kind is recognised, as a new checkpoint TARGET; says what TARGET cannot hold."""
-    from shardwise.checkpoint.convert.convert import Cut
+    from shardwise.checkpoint.convert.convert import TargetRanks
     from shardwise.checkpoint.convert.convert import convert as write
     from shardwise.cli.checkpoint_view import in_units, show_conversion
 
@@ -139,6 +139,6 @@ def convert(
             code="cli.options-incomplete",
             fix="give both, or neither for a universal checkpoint",
         )
-    cut = None if stage is None or nproc is None else Cut(stage, nproc)
+    cut = None if stage is None or nproc is None else TargetRanks(stage, nproc)
     show_conversion(write(source, target, kind, weights=weights, step=step, config=config, cut=cut, announce=announce))
     return DONE

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.convert.contents import Contents
     from shardwise.checkpoint.convert.convert import ConvertReport
     from shardwise.checkpoint.diff import DiffReport
-    from shardwise.checkpoint.folder import Row
+    from shardwise.checkpoint.folder import ListingRow
 
 MAX_ROWS = 20
 """Differing tensors that are shown, the worst first."""
 
 
-def show_listing(rows: Sequence[Row]) -> None:
+def show_listing(rows: Sequence[ListingRow]) -> None:
     """Show a table of checkpoints, and below it what is wrong with the damaged ones."""
     table = _table("step", "saved", "size", "layout", "metrics", "state", "name")
     for row in rows:

@@ -19,7 +19,7 @@ from shardwise.runs.console import CHECK_FAILED, DONE, complain, say
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardwise.doctor.drill.drill import Subject
+    from shardwise.doctor.drill.drill import DrillTarget
     from shardwise.doctor.drill.faults import Kind
     from shardwise.doctor.drill.judge import DrillResult
     from shardwise.launcher.local.attempts import LaunchSpec
@@ -108,12 +108,12 @@ def _kinds(asked: Sequence[str], *, is_script: bool) -> list[Kind]:
     return [kind for kind in able if kind in asked or "all" in asked]
 
 
-def _job(job: str, arguments: tuple[str, ...], options: dict[str, Any]) -> Subject:
+def _job(job: str, arguments: tuple[str, ...], options: dict[str, Any]) -> DrillTarget:
     """Return a described job, a few steps long, as `train` would launch it."""
     from shardwise.cli.join import write_run_inputs
     from shardwise.cli.train import split_settings, this_device
     from shardwise.cli.train_nodes import worker_spec
-    from shardwise.doctor.drill.drill import Subject, save_interval
+    from shardwise.doctor.drill.drill import DrillTarget, save_interval
     from shardwise.job import load_job
     from shardwise.job.engine import engine_of
     from shardwise.job.job import LENGTHS
@@ -164,13 +164,13 @@ def _job(job: str, arguments: tuple[str, ...], options: dict[str, Any]) -> Subje
         write_run_inputs(run, reference, plan)
         return worker_spec({**order, "started_at": time.time()}, run, nproc=nproc, max_restarts=0, record=True)
 
-    return Subject(name=reference.name, spec=spec, steps=steps)
+    return DrillTarget(name=reference.name, spec=spec, steps=steps)
 
 
-def _script(path: str, arguments: tuple[str, ...], options: dict[str, Any]) -> Subject:
+def _script(path: str, arguments: tuple[str, ...], options: dict[str, Any]) -> DrillTarget:
     """Return a script as `launch` would start it."""
     from shardwise.cli.train_nodes import PRELOAD
-    from shardwise.doctor.drill.drill import Subject
+    from shardwise.doctor.drill.drill import DrillTarget
     from shardwise.launcher.local.attempts import LaunchSpec
     from shardwise.launcher.local.target import Script, check_target
 
@@ -183,7 +183,7 @@ def _script(path: str, arguments: tuple[str, ...], options: dict[str, Any]) -> S
     target = Script(path, arguments)
     check_target(target)
     spec = LaunchSpec(target=target, nproc=options["nproc"], preload=PRELOAD)
-    return Subject(name=target.name, spec=lambda _: spec)
+    return DrillTarget(name=target.name, spec=lambda _: spec)
 
 
 @contextlib.contextmanager

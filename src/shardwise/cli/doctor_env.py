@@ -17,7 +17,7 @@ from shardwise.runs.console import say
 
 if TYPE_CHECKING:
     from shardwise.doctor.catalogue import Verdict
-    from shardwise.doctor.env_rules import Surroundings
+    from shardwise.doctor.env_rules import EnvironmentFacts
 
 
 @click.command("env")
@@ -59,14 +59,14 @@ def _lint(preset: str | None, nproc: int) -> list[Verdict]:
     return [*found.explained, *found.found]
 
 
-def _here(nproc: int) -> Surroundings:
-    from shardwise.doctor.env_rules import Surroundings
+def _here(nproc: int) -> EnvironmentFacts:
+    from shardwise.doctor.env_rules import EnvironmentFacts
     from shardwise.doctor.machine.observe import observe_gpus, observe_interfaces, observe_rdma
     from shardwise.hardware import usable_cores
     from shardwise.versions import package_version
 
     _, gpus, hidden = observe_gpus()
-    return Surroundings(
+    return EnvironmentFacts(
         interfaces=tuple(interface.name for interface in observe_interfaces()),
         has_rdma=any(observe_rdma()),
         num_gpus=len(gpus) + hidden,

@@ -24,7 +24,7 @@ from shardwise.runs.console import complain, say
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from shardwise.launcher.ssh.checks import Meeting
+    from shardwise.launcher.ssh.checks import HostRendezvous
     from shardwise.launcher.ssh.run import HostSpec
 
 _TRAVELLING = re.compile(r"(NCCL|GLOO|TORCH|UCX|OMP|MKL)_.*|PYTHON(?!HOME).+")
@@ -73,7 +73,7 @@ def _on_hosts(context: click.Context, grace_s: float, *, dry_run: bool) -> int:
     if "job" in context.params:
         _refuse_unequal(hosts, context.params["nproc"] or 1)
 
-    def words_of(meeting: Meeting) -> list[list[str]]:
+    def words_of(meeting: HostRendezvous) -> list[list[str]]:
         nodes = _nodes(context, (least, most), meeting.address, meeting.port)
         return [node_words(context, nodes, rank, host.slots) for rank, host in enumerate(hosts)]
 
@@ -108,12 +108,14 @@ def _refuse_unequal(hosts: Sequence[HostSpec], usual: int) -> None:
             )
 
 
-def _describe(hosts: Sequence[HostSpec], words_of: Callable[[Meeting], list[list[str]]], params: dict[str, Any]) -> str:
+def _describe(
+    hosts: Sequence[HostSpec], words_of: Callable[[HostRendezvous], list[list[str]]], params: dict[str, Any]
+) -> str:
     """Return what would run on each host; no host is asked, so node 0's address is its name."""
-    from shardwise.launcher.ssh.checks import Meeting
+    from shardwise.launcher.ssh.checks import HostRendezvous
     from shardwise.launcher.ssh.session import ssh_words
 
-    meeting = Meeting(params["master_addr"] or hosts[0].name, params["master_port"] or _DEFAULT_PORT)
+    meeting = HostRendezvous(params["master_addr"] or hosts[0].name, params["master_port"] or _DEFAULT_PORT)
     lines = [f"# {len(hosts)} hosts; node 0's address and port are found by asking them, unless named"]
     for host, words in zip(hosts, words_of(meeting), strict=True):
         command = shlex.join([sys.executable, "-P", "-m", "shardwise", *words])

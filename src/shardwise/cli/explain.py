@@ -14,7 +14,7 @@ from shardwise.runs.console import DONE
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardwise.bench.explain.show import Column, Explanation, Part
+    from shardwise.bench.explain.show import Column, ExplainedPart, Explanation
 
 WIDTH = 110
 """Columns that stand side by side are no wider than this together, and sentences are wrapped at it."""
@@ -66,7 +66,7 @@ def draw(explanation: Explanation) -> Iterator[tuple[str, bool]]:
         yield from ((line, False) for line in textwrap.wrap(f"Corrected: {explanation.corrected}", WIDTH))
 
 
-def _draw_part(part: Part) -> Iterator[str]:
+def _draw_part(part: ExplainedPart) -> Iterator[str]:
     columns = [list(_draw_column(column)) for column in part.columns]
     widths = [max(len(line) for line in column) for column in columns]
     indent = sum(widths[:-1]) + _GAP * (len(widths) - 1)

@@ -10,7 +10,7 @@ from shardwise.engines.available import require_engine
 from shardwise.errors import InputError, JobError, ShardwiseError
 from shardwise.job.engine import engine_of
 from shardwise.parallel.support import require_supported
-from shardwise.planner.settle import MLX, Device, searching, settle
+from shardwise.planner.settle import MLX, LocalDevice, searching, settle
 from shardwise.recorder.imports import be_deterministic
 from shardwise.runs import RunDirectory, create_run
 from shardwise.runs.console import complain
@@ -122,12 +122,12 @@ def write_run_inputs(run: RunDirectory, reference: JobReference, plan: Plan) -> 
     run.plan.write_text(plan_to_toml(plan))
 
 
-def _describe_device(here: World) -> Device:
+def _describe_device(here: World) -> LocalDevice:
     import torch
 
     if here.device.type != "cuda":
-        return Device()
-    return Device(
+        return LocalDevice()
+    return LocalDevice(
         kind="cuda",
         has_bf16=torch.cuda.get_device_capability(here.device) >= (8, 0),
         name=torch.cuda.get_device_name(here.device),

@@ -15,7 +15,7 @@ from shardwise.runs.console import CHECK_FAILED, DONE, complain
 
 if TYPE_CHECKING:
     from shardwise.hardware.machine import Cluster
-    from shardwise.planner.search.deepspeed import Form
+    from shardwise.planner.search.deepspeed import ZeroForm
     from shardwise.planner.search.search import Answer, Question
     from shardwise.planner.search.subject import Subject
     from shardwise.plans.plan import Plan
@@ -104,13 +104,13 @@ def command(
     return DONE
 
 
-def _forms(question: Question) -> tuple[Form, ...]:
+def _forms(question: Question) -> tuple[ZeroForm, ...]:
     from shardwise.planner.search.deepspeed import deepspeed_forms
 
     return deepspeed_forms(question)
 
 
-def _present(answer: Answer, forms: tuple[Form, ...], subject: Subject, *, every: bool, as_json: bool) -> None:
+def _present(answer: Answer, forms: tuple[ZeroForm, ...], subject: Subject, *, every: bool, as_json: bool) -> None:
     """Show what was found, on the terminal or as JSON."""
     if as_json:
         from shardwise.planner.search.report import answer_data
@@ -122,7 +122,7 @@ def _present(answer: Answer, forms: tuple[Form, ...], subject: Subject, *, every
         show_answer(answer, forms, subject, every=every)
 
 
-def _best(answer: Answer, forms: tuple[Form, ...]) -> Plan | None:
+def _best(answer: Answer, forms: tuple[ZeroForm, ...]) -> Plan | None:
     """Return the plan to take with the engine that was asked for; None where none fits."""
     from shardwise.planner.search.deepspeed import choose_form
 

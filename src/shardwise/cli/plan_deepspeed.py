@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from shardwise.planner.cost.memory import Memory
     from shardwise.planner.cost.time import Time
-    from shardwise.planner.search.deepspeed import Form
+    from shardwise.planner.search.deepspeed import ZeroForm
     from shardwise.planner.search.search import Answer
     from shardwise.planner.search.subject import Subject
     from shardwise.plans.plan import DType, Plan
@@ -92,7 +92,7 @@ def best_for_deepspeed(answer: Answer) -> Plan:
 # How an answer of the planner looks on a terminal.
 
 
-def show_answer(answer: Answer, forms: Sequence[Form], subject: Subject, *, every: bool) -> None:
+def show_answer(answer: Answer, forms: Sequence[ZeroForm], subject: Subject, *, every: bool) -> None:
     """Show the best of each family (or every plan), then what the chosen one costs and why it was chosen.
 
     `forms` are DeepSpeed's, where that engine was asked for.
@@ -122,7 +122,7 @@ def show_answer(answer: Answer, forms: Sequence[Form], subject: Subject, *, ever
             say(f"          {in_gb(chosen.best.memory.host)} on the host for each device")
 
 
-def _families(answer: Answer, forms: Sequence[Form]) -> Table:
+def _families(answer: Answer, forms: Sequence[ZeroForm]) -> Table:
     """Return a table with a row for each family, and for each of DeepSpeed's forms."""
     table = _table("family", "layout", "micro-batch", "recompute", "memory", "step", _rate(answer), "MFU", "why")
     for family in FAMILIES:

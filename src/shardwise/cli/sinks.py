@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from shardwise.doctor.catalogue import find_preset
-from shardwise.doctor.env_rules import CERTAIN, Surroundings
+from shardwise.doctor.env_rules import CERTAIN, EnvironmentFacts
 from shardwise.doctor.run.nccl_log import effects, read_nccl_log
 from shardwise.environment import variables
 from shardwise.errors import LaunchError
@@ -107,7 +107,7 @@ def settle_preset(name: str | None, *, nproc: int, num_gpus: int, uses_ddp: bool
     What is only doubtful is for `shardwise doctor env` to say. `num_gpus` is 0 where ranks train on the CPU.
     """
     added = preset_variables(name)
-    here = Surroundings(
+    here = EnvironmentFacts(
         interfaces=tuple(name for _, name in socket.if_nameindex()),
         num_gpus=num_gpus,
         uses_nccl=num_gpus > 0,

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from shardwise.job.engine import MadeFor
     from shardwise.launcher.local.attempts import Launched
     from shardwise.monitor.sinks import SinkSpec
-    from shardwise.planner.settle import Device
+    from shardwise.planner.settle import LocalDevice
     from shardwise.plans import Plan
     from shardwise.runs import RunDirectory
 
@@ -187,10 +187,10 @@ def split_settings(job: str, settings: tuple[str, ...]) -> tuple[JobReference, d
     return refer(job, of_job), of_plan
 
 
-def this_device(asked: str | None, nproc: int, made_for: MadeFor = "torch") -> Device:
+def this_device(asked: str | None, nproc: int, made_for: MadeFor = "torch") -> LocalDevice:
     """Find out what settling must know of the GPUs, without touching CUDA; MLX finds its device by itself."""
     from shardwise.hardware import probe_gpus
-    from shardwise.planner.settle import MLX, Device
+    from shardwise.planner.settle import MLX, LocalDevice
 
     if made_for == "mlx":
         if asked == "cuda":
@@ -206,17 +206,17 @@ def this_device(asked: str | None, nproc: int, made_for: MadeFor = "torch") -> D
             raise LaunchError(
                 "--device cuda, but this machine shows no NVIDIA GPU", code="launch.no-gpu", fix="use --device cpu"
             )
-        return Device()
+        return LocalDevice()
     if nproc > len(gpus):
         raise LaunchError(
             f"--nproc {nproc} is more than the {len(gpus)} GPUs that are visible",
             code="launch.nproc-exceeds-gpus",
             fix=f"use --nproc {len(gpus)}, or --device cpu",
         )
-    return Device(kind="cuda", has_bf16=all(gpu.has_bf16 for gpu in gpus), name=gpus[0].name)
+    return LocalDevice(kind="cuda", has_bf16=all(gpu.has_bf16 for gpu in gpus), name=gpus[0].name)
 
 
-def _settle(job: Job, spec: str, nproc: int, device: Device, overrides: dict[str, str]) -> Plan:
+def _settle(job: Job, spec: str, nproc: int, device: LocalDevice, overrides: dict[str, str]) -> Plan:
     from shardwise.planner.settle import searching, settle
 
     return settle(
@@ -244,7 +244,7 @@ def _check(job: Job, plan: Plan) -> None:
         check_model(job, plan)
 
 
-def _ranks(plan: Plan, device: Device, nproc: int, options: Mapping[str, Any]) -> RanksSpec:
+def _ranks(plan: Plan, device: LocalDevice, nproc: int, options: Mapping[str, Any]) -> RanksSpec:
     """Settle how ranks are started and looked after; refuse variables with which they cannot run."""
     from shardwise.cli.sinks import settle_preset
     from shardwise.cli.train_nodes import RanksSpec

@@ -61,7 +61,7 @@ class IndexLoader:
         else:
             self._batches = DataLoader(
                 reads,
-                batch_sampler=_Requests(self),  # type: ignore[arg-type]
+                batch_sampler=_BatchRequests(self),  # type: ignore[arg-type]
                 collate_fn=as_read,  # type: ignore[arg-type]
                 num_workers=num_workers,
                 pin_memory=pin_memory,
@@ -125,7 +125,7 @@ class _Here:
         return map(self._reads.__getitems__, self._loader.requests())
 
 
-class _Requests:
+class _BatchRequests:
     """A batch sampler over an IndexLoader."""
 
     def __init__(self, loader: IndexLoader) -> None:

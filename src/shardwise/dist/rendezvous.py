@@ -25,7 +25,7 @@ _GO = "go"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """A place where ranks meet: the environment's endpoint, a TCP endpoint, or a file all of them can write."""
 
     scheme: str
@@ -43,7 +43,7 @@ class Meeting:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_meeting(init_method: str) -> Meeting:
+def parse_meeting(init_method: str) -> Rendezvous:
     """Read "env://", "tcp://host:port" or "file:///path"; anything else is refused."""
     scheme, separator, rest = init_method.partition("://")
     if not separator or scheme not in _SCHEMES:
@@ -53,7 +53,7 @@ def parse_meeting(init_method: str) -> Meeting:
             fix=nearest(scheme, _SCHEMES),
         )
     if scheme == "env":
-        return Meeting(scheme="env")
+        return Rendezvous(scheme="env")
     if scheme == "file":
         if not rest.startswith("/") or rest.endswith("/"):
             raise WorldError(
@@ -61,11 +61,11 @@ def parse_meeting(init_method: str) -> Meeting:
                 code="rendezvous.file-path-invalid",
                 fix="write file:///folder/file",
             )
-        return Meeting(scheme="file", path=Path(rest))
+        return Rendezvous(scheme="file", path=Path(rest))
     return _parse_tcp(init_method)
 
 
-def join(meeting: Meeting, *, rank: int, world_size: int, timeout_s: float) -> Store:
+def join(meeting: Rendezvous, *, rank: int, world_size: int, timeout_s: float) -> Store:
     """Communicate with the other ranks at `meeting`, called on every rank, and return the store they share."""
     if meeting.scheme == "env":
         return _join_env(rank, world_size, timeout_s)
@@ -77,7 +77,7 @@ def join(meeting: Meeting, *, rank: int, world_size: int, timeout_s: float) -> S
     return store
 
 
-def _parse_tcp(init_method: str) -> Meeting:
+def _parse_tcp(init_method: str) -> Rendezvous:
     try:
         parts = urlsplit(init_method)
         host, port = parts.hostname, parts.port
@@ -95,7 +95,7 @@ def _parse_tcp(init_method: str) -> Meeting:
             code="rendezvous.endpoint-invalid",
             fix=f"write tcp://{host}:{port} and pass rank= and world_size=",
         )
-    return Meeting(scheme="tcp", host=host, port=port)
+    return Rendezvous(scheme="tcp", host=host, port=port)
 
 
 def _join_env(rank: int, world_size: int, timeout_s: float) -> Store:
@@ -117,7 +117,7 @@ def _join_env(rank: int, world_size: int, timeout_s: float) -> Store:
     return store
 
 
-def _open_tcp(meeting: Meeting, rank: int, world_size: int, timeout_s: float) -> Store:
+def _open_tcp(meeting: Rendezvous, rank: int, world_size: int, timeout_s: float) -> Store:
     _resolve(meeting.host, meeting.port, timeout_s)
     listener = _loopback_listener(meeting) if rank == 0 else None
     try:
@@ -134,7 +134,7 @@ def _open_tcp(meeting: Meeting, rank: int, world_size: int, timeout_s: float) ->
         raise _network_error(error, meeting.endpoint, rank, timeout_s) from error
 
 
-def _loopback_listener(meeting: Meeting) -> int | None:
+def _loopback_listener(meeting: Rendezvous) -> int | None:
     """Return a descriptor that listens on loopback alone, where torch's own would listen on every interface."""
     try:
         if not ipaddress.IPv4Address(meeting.host).is_loopback:
@@ -150,7 +150,7 @@ def _loopback_listener(meeting: Meeting) -> int | None:
         return listener.detach()
 
 
-def _open_file(meeting: Meeting, world_size: int) -> Store:
+def _open_file(meeting: Rendezvous, world_size: int) -> Store:
     # torch would try to open a file without a folder for five minutes.
     if not meeting.path.parent.is_dir():
         raise WorldError(
@@ -167,7 +167,7 @@ def _open_file(meeting: Meeting, world_size: int) -> Store:
     return FileStore(str(meeting.path), world_size)
 
 
-def _announce(store: Store, meeting: Meeting, rank: int, world_size: int, timeout_s: float) -> None:
+def _announce(store: Store, meeting: Rendezvous, rank: int, world_size: int, timeout_s: float) -> None:
     """Communicate through `store`: say that `rank` is here, refuse leftovers and second claims, wait for all."""
     try:
         # Whatever is decided before this rank was counted was decided by an earlier run.
@@ -186,7 +186,7 @@ def _announce(store: Store, meeting: Meeting, rank: int, world_size: int, timeou
         raise _refused(meeting, int(verdict))
 
 
-def _wait_for_verdict(store: Store, meeting: Meeting, world_size: int, timeout_s: float) -> str:
+def _wait_for_verdict(store: Store, meeting: Rendezvous, world_size: int, timeout_s: float) -> str:
     start = time.monotonic()
     # Asking again and again, less and less often: inside store.wait, Ctrl-C would not be heard.
     while not store.check([_VERDICT]):
@@ -207,7 +207,7 @@ def _joined(rank: int) -> str:
     return f"shardwise/joined/{rank}"
 
 
-def _refused(meeting: Meeting, rank: int) -> WorldError:
+def _refused(meeting: Rendezvous, rank: int) -> WorldError:
     if meeting.scheme == "file":
         return WorldError(
             f"{meeting} was left behind by an earlier run, or two processes came as rank {rank}",

@@ -20,7 +20,7 @@ from shardwise.engines.mpi.types import GROUP_NAME
 from shardwise.engines.mpi.types import torch_backend
 from shardwise.engines.mpi.start import MET_BY_MPI
 from shardwise.engines.mpi.start import mpi_runtime
-from shardwise.dist.rendezvous import Meeting
+from shardwise.dist.rendezvous import Rendezvous
 from shardwise.dist.rendezvous import join
 from shardwise.dist.rendezvous import parse_meeting
 from shardwise.dist.stores import HashStore
@@ -80,7 +80,7 @@ def world(
     meeting = find_meeting(identity, init_method, store, over_mpi=over_mpi)
     if over_mpi:
         store = mpi_runtime().join(identity, limit_s, needs_store=meeting == MET_BY_MPI) or store
-    if isinstance(meeting, Meeting):
+    if isinstance(meeting, Rendezvous):
         store = join(meeting, rank=identity.rank, world_size=identity.world_size, timeout_s=limit_s)
     elif store is None:
         store = HashStore()
@@ -108,7 +108,7 @@ def _check_timeout(timeout_s: float | None) -> None:
 
 def find_meeting(
     identity: Identity, init_method: str | None, store: Store | None, *, over_mpi: bool = False
-) -> Meeting | str:
+) -> Rendezvous | str:
     """Return where the ranks meet; "store" when the caller brought one, "alone" when there is nobody to meet.
 
     `over_mpi` they need no place: "mpi".
@@ -117,7 +117,7 @@ def find_meeting(
         raise WorldError(
             "both init_method and store were given", code="world.store-with-init-method", fix="pass one of them"
         )
-    meeting = Meeting(scheme="env") if init_method is None else parse_meeting(init_method)
+    meeting = Rendezvous(scheme="env") if init_method is None else parse_meeting(init_method)
     if identity.source == "alone" and (store is not None or meeting.scheme != "env"):
         raise WorldError(
             f"{'a store' if store is not None else meeting} was given, but nothing says which rank this is",
@@ -143,7 +143,7 @@ def find_meeting(
             fix=f"export {name}=<{'host of rank 0' if identity.master_addr is None else 'a free port'}> and pass it on"
             f" (mpirun -x {name}, mpiexec -genvlist), or use backend='mpi', which needs neither",
         )
-    return Meeting(scheme="tcp", host=identity.master_addr, port=identity.master_port)
+    return Rendezvous(scheme="tcp", host=identity.master_addr, port=identity.master_port)
 
 
 def _start_group(

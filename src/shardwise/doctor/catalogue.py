@@ -57,7 +57,7 @@ class Variable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return "" if not known or all(word.upper() in known for word in given) else ", ".join(self.values)
 
 
-class Catalogue(msgspec.Struct, frozen=True, kw_only=True):
+class VariableCatalogue(msgspec.Struct, frozen=True, kw_only=True):
     """All variables that are known, by name."""
 
     variables: dict[str, Variable]
@@ -93,12 +93,12 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 @cache
-def read_catalogue() -> Catalogue:
+def read_catalogue() -> VariableCatalogue:
     """Return the catalogue."""
     data = tomllib.loads(_FILE.read_text())
     return msgspec.convert(
         {"variables": data["variables"], "sources": data["sources"], "undocumented": data["undocumented"]["names"]},
-        Catalogue,
+        VariableCatalogue,
     )
 
 

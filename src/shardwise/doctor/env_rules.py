@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.doctor.catalogue import FAMILIES, Catalogue, Verdict, fail, ok, read_catalogue, warn
+from shardwise.doctor.catalogue import FAMILIES, VariableCatalogue, Verdict, fail, ok, read_catalogue, warn
 from shardwise.doctor.machine.checks import nccl_matches
 from shardwise.environment import identify, num_threads, visible_cuda_devices
 from shardwise.errors import EnvironmentVariablesError
@@ -20,7 +20,7 @@ _LAUNCHED = ("TORCHELASTIC_RUN_ID", "SHARDWISE_LAUNCHED")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class EnvironmentFacts:
     """What the variables will meet."""
 
     interfaces: tuple[str, ...]
@@ -39,7 +39,7 @@ class Surroundings:
     """Whether the script wraps a model in DDP; None: not known."""
 
 
-def detail_with_ddp_on_gloo(environ: Environ, here: Surroundings) -> Iterator[Verdict]:
+def detail_with_ddp_on_gloo(environ: Environ, here: EnvironmentFacts) -> Iterator[Verdict]:
     """Refuse TORCH_DISTRIBUTED_DEBUG=DETAIL where DDP on gloo would crash on it (torch 2.13)."""
     if (
         environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
@@ -53,7 +53,7 @@ def detail_with_ddp_on_gloo(environ: Environ, here: Surroundings) -> Iterator[Ve
         )
 
 
-def interface_is_here(environ: Environ, here: Surroundings) -> Iterator[Verdict]:
+def interface_is_here(environ: Environ, here: EnvironmentFacts) -> Iterator[Verdict]:
     """Refuse interfaces that this machine does not have."""
     has = f"use one of {', '.join(here.interfaces)}"
     nccl, gloo = environ.get("NCCL_SOCKET_IFNAME", ""), environ.get("GLOO_SOCKET_IFNAME", "")
@@ -66,7 +66,7 @@ def interface_is_here(environ: Environ, here: Surroundings) -> Iterator[Verdict]
         yield fail("GLOO_SOCKET_IFNAME", f"{missing[0]} is no interface of this machine{hint}", has)
 
 
-def infiniband_is_wanted(environ: Environ, here: Surroundings) -> Iterator[Verdict]:
+def infiniband_is_wanted(environ: Environ, here: EnvironmentFacts) -> Iterator[Verdict]:
     """Find settings of InfiniBand where it is off or absent."""
     off = environ.get("NCCL_IB_DISABLE") == "1"
     if off and environ.get("NCCL_NET", "").upper() == "IB":
@@ -84,14 +84,14 @@ def _more(names: list[str]) -> str:
     return f" (nor has {', '.join(names[1:])})" if names[1:] else ""
 
 
-def local_paths_are_open(environ: Environ, here: Surroundings) -> Iterator[Verdict]:
+def local_paths_are_open(environ: Environ, here: EnvironmentFacts) -> Iterator[Verdict]:
     """Find ranks of one machine that are left with sockets alone."""
     if environ.get("NCCL_P2P_DISABLE") == environ.get("NCCL_SHM_DISABLE") == "1" and here.nproc > 1:
         fact = "with NCCL_SHM_DISABLE=1, ranks of this machine talk through the network"
         yield warn("NCCL_P2P_DISABLE", fact, "unset one of them")
 
 
-def sockets_fit(environ: Environ, _here: Surroundings) -> Iterator[Verdict]:
+def sockets_fit(environ: Environ, _here: EnvironmentFacts) -> Iterator[Verdict]:
     """Find more sockets than NCCL opens."""
     threads, each = environ.get("NCCL_SOCKET_NTHREADS", "1"), environ.get("NCCL_NSOCKS_PERTHREAD", "1")
     if threads.isdigit() and each.isdigit() and int(threads) * int(each) > _MOST_SOCKETS:
@@ -99,7 +99,7 @@ def sockets_fit(environ: Environ, _here: Surroundings) -> Iterator[Verdict]:
         yield warn("NCCL_NSOCKS_PERTHREAD", fact, f"use at most {_MOST_SOCKETS // max(1, int(threads))}")
 
 
-def threads_fit(environ: Environ, here: Surroundings) -> Iterator[Verdict]:
+def threads_fit(environ: Environ, here: EnvironmentFacts) -> Iterator[Verdict]:
     """Find more threads than cores."""
     mkl = environ.get("MKL_NUM_THREADS", "")
     for name, threads in (
@@ -113,7 +113,7 @@ def threads_fit(environ: Environ, here: Surroundings) -> Iterator[Verdict]:
             )
 
 
-def ranks_agree(environ: Environ, _here: Surroundings) -> Iterator[Verdict]:
+def ranks_agree(environ: Environ, _here: EnvironmentFacts) -> Iterator[Verdict]:
     """Find half-set, contradicting or hand-made identities."""
     try:
         identity = identify(environ)
@@ -129,7 +129,7 @@ def ranks_agree(environ: Environ, _here: Surroundings) -> Iterator[Verdict]:
         yield fail("MASTER_ADDR", fact, "name the address of node 0")
 
 
-def one_launch_queue(environ: Environ, _here: Surroundings) -> Iterator[Verdict]:
+def one_launch_queue(environ: Environ, _here: EnvironmentFacts) -> Iterator[Verdict]:
     """Say what CUDA_DEVICE_MAX_CONNECTIONS=1 is for."""
     if environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         yield warn(
@@ -139,7 +139,7 @@ def one_launch_queue(environ: Environ, _here: Surroundings) -> Iterator[Verdict]
         )
 
 
-def gpus_are_there(environ: Environ, here: Surroundings) -> Iterator[Verdict]:
+def gpus_are_there(environ: Environ, here: EnvironmentFacts) -> Iterator[Verdict]:
     """Find entries of CUDA_VISIBLE_DEVICES that name no GPU, which hide all after them."""
     text = environ.get("CUDA_VISIBLE_DEVICES")
     if text is None or not here.num_gpus:
@@ -158,14 +158,14 @@ def gpus_are_there(environ: Environ, here: Surroundings) -> Iterator[Verdict]:
         )
 
 
-def kernels_run_ahead(environ: Environ, _here: Surroundings) -> Iterator[Verdict]:
+def kernels_run_ahead(environ: Environ, _here: EnvironmentFacts) -> Iterator[Verdict]:
     """Find settings that are for finding errors only."""
     for name in ("CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING"):
         if environ.get(name) == "1":
             yield warn(name, "1 is for finding errors and makes every step slow", f"unset {name}")
 
 
-def names_agree(environ: Environ, _here: Surroundings) -> Iterator[Verdict]:
+def names_agree(environ: Environ, _here: EnvironmentFacts) -> Iterator[Verdict]:
     """Find an old and a new name that say different things."""
     for name in ("ASYNC_ERROR_HANDLING", "BLOCKING_WAIT", "DESYNC_DEBUG", "ENABLE_TIMING"):
         old, new = f"NCCL_{name}", f"TORCH_NCCL_{name}"
@@ -176,7 +176,7 @@ def names_agree(environ: Environ, _here: Surroundings) -> Iterator[Verdict]:
         yield warn("TORCH_NCCL_BLOCKING_WAIT", fact, "keep one of them")
 
 
-def dump_has_a_buffer(environ: Environ, _here: Surroundings) -> Iterator[Verdict]:
+def dump_has_a_buffer(environ: Environ, _here: EnvironmentFacts) -> Iterator[Verdict]:
     """Find a dump of the flight recorder that is switched off."""
     sizes = [environ.get(name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")]
     if environ.get("TORCH_NCCL_DUMP_ON_TIMEOUT") == "1" and "0" in sizes:
@@ -185,7 +185,7 @@ def dump_has_a_buffer(environ: Environ, _here: Surroundings) -> Iterator[Verdict
         )
 
 
-def log_files_differ(environ: Environ, here: Surroundings) -> Iterator[Verdict]:
+def log_files_differ(environ: Environ, here: EnvironmentFacts) -> Iterator[Verdict]:
     """Find one log file for all ranks."""
     path = environ.get("NCCL_DEBUG_FILE", "")
     if path and "%p" not in path and not path.startswith("/dev/std") and here.nproc > 1:
@@ -193,7 +193,7 @@ def log_files_differ(environ: Environ, here: Surroundings) -> Iterator[Verdict]:
         yield warn("NCCL_DEBUG_FILE", fact, "add %h.%p, or unset it: shardwise launch names one per rank")
 
 
-def nccl_is_used(environ: Environ, here: Surroundings) -> Iterator[Verdict]:
+def nccl_is_used(environ: Environ, here: EnvironmentFacts) -> Iterator[Verdict]:
     """Find settings of NCCL where ranks talk through gloo."""
     told = [name for name in environ if name.startswith(("NCCL_", "TORCH_NCCL_"))]
     if told and not here.uses_nccl:
@@ -205,13 +205,13 @@ def nccl_is_used(environ: Environ, here: Surroundings) -> Iterator[Verdict]:
         )
 
 
-CERTAIN: tuple[Callable[[Environ, Surroundings], Iterator[Verdict]], ...] = (
+CERTAIN: tuple[Callable[[Environ, EnvironmentFacts], Iterator[Verdict]], ...] = (
     detail_with_ddp_on_gloo,
     interface_is_here,
 )
 """Rules cheap and certain enough for every launch: what they fail cannot work."""
 
-RULES: tuple[Callable[[Environ, Surroundings], Iterator[Verdict]], ...] = (
+RULES: tuple[Callable[[Environ, EnvironmentFacts], Iterator[Verdict]], ...] = (
     *CERTAIN,
     infiniband_is_wanted,
     local_paths_are_open,
@@ -242,7 +242,7 @@ class Lint:
     """What contradicts, is ignored or cannot work; the gravest first."""
 
 
-def lint(environ: Mapping[str, str], here: Surroundings) -> Lint:
+def lint(environ: Mapping[str, str], here: EnvironmentFacts) -> Lint:
     """Explain and judge the variables of `environ` that a distributed job obeys."""
     named = {name: environ[name] for name in sorted(environ) if FAMILIES.fullmatch(name)}
     catalogue = read_catalogue()
@@ -252,7 +252,7 @@ def lint(environ: Mapping[str, str], here: Surroundings) -> Lint:
     return Lint(explained=explained, found=tuple(found))
 
 
-def _explain(name: str, value: str, catalogue: Catalogue) -> Verdict:
+def _explain(name: str, value: str, catalogue: VariableCatalogue) -> Verdict:
     """Say what one variable does, and whether its value is one that it takes."""
     shown = f"is {value or '(empty)'}"
     known = catalogue.variables.get(name)

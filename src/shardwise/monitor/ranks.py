@@ -21,7 +21,7 @@ _LAST = 1 << 16
 """Bytes at the end of an events file that say where its rank is now; only rank 0's is read whole."""
 
 
-class Ranks:
+class RankTable:
     """Marks, memory and steps of every rank, as its records last told."""
 
     def __init__(self, run: RunDirectory) -> None:
@@ -65,13 +65,13 @@ class Ranks:
         rank = max(told, key=told.__getitem__)
         return rank, told[rank]
 
-    def status(self, rank: int, facts: Mapping[str, Any], end: RankEnd | None, *, now: float, state: str) -> RankStatus:
+    def status(self, rank: int, facts: Mapping[str, Any], end: RankEnd | None, *, now: float, state: str) -> RankRow:
         """Return one rank's status; `facts` are its host, device and pid, `state` that of a rank without an end."""
         mark = self._marks.get(rank)
         told_step, memory = self._told.get(rank, (None, None))
         step = told_step if mark is None else mark.step
         is_running = end is None and state == "running"
-        return RankStatus(
+        return RankRow(
             rank=rank,
             host=str(facts.get("host", "")),
             device=str(facts.get("device", "")),
@@ -134,7 +134,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None = None
 
 
-class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
+class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     """One rank, as far as its records tell."""
 
     rank: int
@@ -208,7 +208,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     evaluation: dict[str, float | None]
     """Of the last evaluation, by name."""
     checkpoints: tuple[CheckpointStatus, ...]
-    ranks: tuple[RankStatus, ...]
+    ranks: tuple[RankRow, ...]
     reading: float
     """Share of what was on disk at first that is folded in: 1.0 when the view has seen it all once."""
 

@@ -68,7 +68,7 @@ class PageServer(ThreadingHTTPServer):
         self.wanted_at = time.monotonic()
         self._stop = threading.Event()
         self._refreshing = threading.Thread(target=self._refresh, name="refresh", daemon=True)
-        super().__init__((HOST, port), _Requests)  # closes this server, and raises, where the port is taken
+        super().__init__((HOST, port), _PageRequests)  # closes this server, and raises, where the port is taken
         self._refreshing.start()
 
     @property
@@ -134,7 +134,7 @@ def _remember(run: Path, address: Address) -> None:
         return
 
 
-class _Requests(BaseHTTPRequestHandler):
+class _PageRequests(BaseHTTPRequestHandler):
     server: PageServer
     protocol_version = "HTTP/1.1"
     timeout = 30  # an idle connection does not keep its thread

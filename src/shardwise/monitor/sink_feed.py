@@ -25,7 +25,7 @@ _NOTED = {"restart", "note", "verdict", "exit"}
 """Entries of a run's story that are worth a note beside the curves."""
 
 
-class Point(NamedTuple):
+class MetricPoint(NamedTuple):
     """One value of one curve."""
 
     name: str
@@ -36,7 +36,7 @@ class Point(NamedTuple):
     """Seconds since the epoch."""
 
 
-class Feed:
+class TrackerFeed:
     """Reads the events of all ranks and launchers from their beginning.
 
     Each curve only grows: a step that a restart did again, or that an earlier mirror told, is not told again.
@@ -49,12 +49,12 @@ class Feed:
         self._files: dict[Path, GrowingFile] = {}
         self._story = Story()
 
-    def read(self) -> list[Point]:
+    def read(self) -> list[MetricPoint]:
         """Return what is new in the next piece of every file; empty when all was read."""
         for path in sorted(self._folder.glob("*.jsonl")):
             if path not in self._files:
                 self._files[path] = GrowingFile(path)
-        points: list[Point] = []
+        points: list[MetricPoint] = []
         while not points:
             pieces = [(path, file.read()) for path, file in self._files.items()]
             for path, events in pieces:
@@ -69,14 +69,14 @@ class Feed:
         """Return the notes of all that was read so far, oldest first."""
         return [entry for entry in self._story.since(0) if entry.kind in _NOTED]
 
-    def _new(self, points: Iterable[Point]) -> Iterator[Point]:
+    def _new(self, points: Iterable[MetricPoint]) -> Iterator[MetricPoint]:
         for point in points:
             if point.step > self.told.get(point.name, -1):
                 self.told[point.name] = point.step
                 yield point
 
 
-def _points_of(writer: str, event: Mapping[str, Any]) -> list[Point]:
+def _points_of(writer: str, event: Mapping[str, Any]) -> list[MetricPoint]:
     """Return the points of one event; `writer` is rankN or a launcher."""
     try:
         if event["kind"] == "steps":
@@ -84,19 +84,20 @@ def _points_of(writer: str, event: Mapping[str, Any]) -> list[Point]:
         if event["kind"] == "evaluation" and writer == "rank0":
             values = event["values"].items()
             return [
-                Point(f"evaluation/{name}", int(event["step"]), _number(v), float(event["at"])) for name, v in values
+                MetricPoint(f"evaluation/{name}", int(event["step"]), _number(v), float(event["at"]))
+                for name, v in values
             ]
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
         pass  # written by another version: what it does say is told
     return []
 
 
-def _training(event: Mapping[str, Any]) -> Iterator[Point]:
+def _training(event: Mapping[str, Any]) -> Iterator[MetricPoint]:
     """Yield the loss of every step of a publication, and what it says once of its last."""
     first, losses, at = int(event["first"]), event["losses"], float(event["at"])
     pace = float(event["seconds"]) / len(losses)
     for place, loss in enumerate(losses):
-        yield Point("train/loss", first + place, _number(loss), at - pace * (len(losses) - 1 - place))
+        yield MetricPoint("train/loss", first + place, _number(loss), at - pace * (len(losses) - 1 - place))
     last = first + len(losses) - 1
     once = {
         "train/learning_rate": event.get("lr"),
@@ -106,13 +107,13 @@ def _training(event: Mapping[str, Any]) -> Iterator[Point]:
     }
     for name, value in once.items():
         if value is not None:
-            yield Point(name, last, float(value), at)
+            yield MetricPoint(name, last, float(value), at)
 
 
-def _memory(writer: str, event: Mapping[str, Any]) -> Iterator[Point]:
+def _memory(writer: str, event: Mapping[str, Any]) -> Iterator[MetricPoint]:
     if event.get("memory_bytes") is not None:
         last = int(event["first"]) + len(event["losses"]) - 1
-        yield Point(f"memory_gib/{writer}", last, float(event["memory_bytes"]) / 2**30, float(event["at"]))
+        yield MetricPoint(f"memory_gib/{writer}", last, float(event["memory_bytes"]) / 2**30, float(event["at"]))
 
 
 def _number(value: Any) -> float:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from shardwise.monitor.ranks import Entry
-    from shardwise.monitor.sink_feed import About, Point
+    from shardwise.monitor.sink_feed import About, MetricPoint
 
 _MOST = 1000
 """Metrics in one request, and at most 100 parameters: MLflow's limits."""
@@ -40,7 +40,7 @@ class MlflowSink:
         self._client.set_terminated(self.tracker_id, "RUNNING")
         self.where = f"run {self.tracker_id} of experiment {target} in {self._client.tracking_uri}"
 
-    def log(self, points: Sequence[Point]) -> None:
+    def log(self, points: Sequence[MetricPoint]) -> None:
         """Log the points in as few requests as MLflow allows."""
         metrics = [Metric(point.name, point.value, round(1000 * point.at), point.step) for point in points]
         for start in range(0, len(metrics), _MOST):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from shardwise.monitor.ranks import Entry
-    from shardwise.monitor.sink_feed import About, Point
+    from shardwise.monitor.sink_feed import About, MetricPoint
 
 
 class TensorboardSink:
@@ -35,7 +35,7 @@ class TensorboardSink:
         if self.is_new:
             self._write_text("run", as_markdown({"run": about.path, **about.config}), step=0)
 
-    def log(self, points: Sequence[Point]) -> None:
+    def log(self, points: Sequence[MetricPoint]) -> None:
         """Append scalars."""
         for point in points:
             value = Summary.Value(tag=point.name, simple_value=point.value)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from shardwise.monitor.ranks import Entry
-    from shardwise.monitor.sink_feed import About, Point
+    from shardwise.monitor.sink_feed import About, MetricPoint
 
 
 class WandbSink:
@@ -52,7 +52,7 @@ class WandbSink:
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
-    def log(self, points: Sequence[Point]) -> None:
+    def log(self, points: Sequence[MetricPoint]) -> None:
         """Log the points, one row a step."""
         for step, row in groupby(sorted(points, key=lambda point: point.step), key=lambda point: point.step):
             values = list(row)

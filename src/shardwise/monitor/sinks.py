@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from shardwise.errors import InputError, MissingExtraError, ShardwiseError, nearest
-from shardwise.monitor.sink_feed import Feed, describe_run, read_result
+from shardwise.monitor.sink_feed import TrackerFeed, describe_run, read_result
 from shardwise.monitor.view import RunView, check_run
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardwise.monitor.ranks import Entry
-    from shardwise.monitor.sink_feed import About, Point
+    from shardwise.monitor.sink_feed import About, MetricPoint
     from shardwise.runs import RunDirectory
 
 
@@ -43,7 +43,7 @@ class Sink(Protocol):
     where: str
     """Where to look at it."""
 
-    def log(self, points: Sequence[Point]) -> None:
+    def log(self, points: Sequence[MetricPoint]) -> None:
         """Add points to curves; they are safe when this returns."""
 
     def tell(self, notes: Sequence[Entry]) -> None:
@@ -124,7 +124,7 @@ def _follow(view: RunView, sink: Sink, state: HeldState, look_s: float) -> None:
     if sink.is_new:
         state.forget()
     state.tracker_id = sink.tracker_id
-    feed, told = Feed(view.run, state.told), 0
+    feed, told = TrackerFeed(view.run, state.told), 0
     while True:
         view.refresh_whole()
         is_over = _is_over(view)  # asked before the last look, so that this sees all there will be

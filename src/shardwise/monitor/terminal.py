@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from shardwise.monitor.ranks import Entry, RankStatus, RunStatus
+    from shardwise.monitor.ranks import Entry, RankRow, RunStatus
     from shardwise.monitor.training import Curve, Row
     from shardwise.monitor.view import RunView
 
@@ -294,7 +294,7 @@ class Alike:
     """Ranks that share state, phase and step."""
 
     ranks: tuple[int, ...]
-    worst: RankStatus
+    worst: RankRow
     """The one that is furthest behind."""
     host: str
     device: str
@@ -304,11 +304,11 @@ class Alike:
     """In place of ranks, for rows that did not fit."""
 
 
-def fold_ranks(ranks: Sequence[RankStatus], room: int) -> list[Alike]:
+def fold_ranks(ranks: Sequence[RankRow], room: int) -> list[Alike]:
     """Return at most `room` rows: one a rank in their order if they fit, else those alike together, the worst first."""
     if len(ranks) <= room:
         return [_together([rank]) for rank in ranks]
-    groups: dict[tuple[object, ...], list[RankStatus]] = {}
+    groups: dict[tuple[object, ...], list[RankRow]] = {}
     for rank in ranks:
         groups.setdefault((rank.state, rank.words, rank.phase, rank.step), []).append(rank)
     rows = sorted((_together(group) for group in groups.values()), key=_badness, reverse=True)
@@ -326,7 +326,7 @@ def _badness(row: Alike) -> tuple[bool, int, float, int]:
     return has_failed, worst.lag_steps or 0, worst.lag_s or 0.0, -len(row.ranks)
 
 
-def _together(group: Sequence[RankStatus]) -> Alike:
+def _together(group: Sequence[RankRow]) -> Alike:
     hosts = sorted({rank.host for rank in group})
     devices = sorted({rank.device for rank in group})
     memory = [rank.memory_bytes for rank in group if rank.memory_bytes is not None]

@@ -15,7 +15,7 @@ import msgspec
 from shardwise.errors import InputError
 from shardwise.monitor.growing import GrowingFile
 from shardwise.monitor.predicted import read_predicted
-from shardwise.monitor.ranks import CheckpointStatus, Ranks, RunStatus
+from shardwise.monitor.ranks import CheckpointStatus, RankTable, RunStatus
 from shardwise.monitor.story import Story
 from shardwise.monitor.training import Training
 from shardwise.runs.failure import read_failure
@@ -74,7 +74,7 @@ class RunView:
         self.identity = secrets.token_hex(4)
         self.training = Training()
         self.story = Story()
-        self.ranks = Ranks(self.run)
+        self.ranks = RankTable(self.run)
         self._events = GrowingFile(self.run.events(0))
         self._launches: dict[Path, tuple[Launch, GrowingFile]] = {}
         self._failures: dict[int, tuple[float, RankEnd]] = {}

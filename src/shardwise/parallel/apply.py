@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from shardwise.plans import Plan
 
 
-def norm_batches(module: nn.Module, plan: Plan, place: Place, _: Blueprint) -> nn.Module:
+def norm_batches(module: nn.Module, plan: Plan, place: MeshContext, _: Blueprint) -> nn.Module:
     """Give batch norms the statistics the plan asks for."""
     foreign = foreign_batch_norms(module)
     if foreign and place.readers is not None and plan.batch_norm == "sync":
@@ -59,14 +59,14 @@ def norm_batches(module: nn.Module, plan: Plan, place: Place, _: Blueprint) -> n
     return replaced
 
 
-def guard_convolutions(module: nn.Module, plan: Plan, place: Place, _: Blueprint) -> nn.Module:
+def guard_convolutions(module: nn.Module, plan: Plan, place: MeshContext, _: Blueprint) -> nn.Module:
     """Keep a CPU's bf16 convolutions away from shapes whose weight gradient torch leaves unwritten."""
     if plan.precision.compute == "bf16" and place.device.type == "cpu":
         guard_narrow_convolutions(module)
     return module
 
 
-def cut_tensors(module: nn.Module, plan: Plan, place: Place, blueprint: Blueprint) -> nn.Module:
+def cut_tensors(module: nn.Module, plan: Plan, place: MeshContext, blueprint: Blueprint) -> nn.Module:
     """Cut matrices over the tp axis by the rules of the job or the model."""
     mesh = place.axis("tp")
     if mesh is None:
@@ -74,19 +74,19 @@ def cut_tensors(module: nn.Module, plan: Plan, place: Place, blueprint: Blueprin
     return tensor_parallel(module, mesh, blueprint.tensor_rules, sequence=plan.sequence_parallel)
 
 
-def fuse_loss(module: nn.Module, plan: Plan, _: Place, __: Blueprint) -> nn.Module:
+def fuse_loss(module: nn.Module, plan: Plan, _: MeshContext, __: Blueprint) -> nn.Module:
     """Have the head hand its input to the loss, which makes logits chunk by chunk."""
     if plan.fused_loss:
         fuse_head(module)
     return module
 
 
-def cut_context(module: nn.Module, _: Plan, place: Place, __: Blueprint) -> nn.Module:
+def cut_context(module: nn.Module, _: Plan, place: MeshContext, __: Blueprint) -> nn.Module:
     """Run the model on this rank's slice of the tokens, where the cp axis cuts sequences."""
     return module if place.context is None else context_parallel(module, place.context)
 
 
-def recompute(module: nn.Module, plan: Plan, _: Place, __: Blueprint) -> nn.Module:
+def recompute(module: nn.Module, plan: Plan, _: MeshContext, __: Blueprint) -> nn.Module:
     """Have repeated blocks run their forward again in backward instead of keeping it."""
     if plan.recompute != "none":
         forget_caches(module)
@@ -103,7 +103,7 @@ def forget_caches(module: nn.Module) -> None:
             config.use_cache = False  # type: ignore[union-attr]
 
 
-def compile_parts(module: nn.Module, plan: Plan, place: Place, _: Blueprint) -> nn.Module:
+def compile_parts(module: nn.Module, plan: Plan, place: MeshContext, _: Blueprint) -> nn.Module:
     """Compile each repeated block in place, or the whole module when asked or where nothing repeats."""
     if plan.compile != "none":
         if place.context is not None:
@@ -113,7 +113,7 @@ def compile_parts(module: nn.Module, plan: Plan, place: Place, _: Blueprint) -> 
     return module
 
 
-def lay_out(module: nn.Module, plan: Plan, place: Place, blueprint: Blueprint) -> nn.Module:
+def lay_out(module: nn.Module, plan: Plan, place: MeshContext, blueprint: Blueprint) -> nn.Module:
     """Give parameters their values and cut them, unit by unit: no rank ever holds more than one unit whole."""
     mesh = place.axis(*plan.reader_axes) if plan.zero >= 2 else None
     check_sharded(module, plan)
@@ -136,7 +136,7 @@ def lay_out(module: nn.Module, plan: Plan, place: Place, blueprint: Blueprint) -
     return module
 
 
-def finish_sharding(module: nn.Module, plan: Plan, place: Place, blueprint: Blueprint) -> None:
+def finish_sharding(module: nn.Module, plan: Plan, place: MeshContext, blueprint: Blueprint) -> None:
     """Have sharded units gathered ahead and in one order on all data-parallel ranks; called on every rank."""
     for parameter in unshardable(module):
         parameter.data = parameter.data.to(place.device)
@@ -149,7 +149,7 @@ def finish_sharding(module: nn.Module, plan: Plan, place: Place, blueprint: Blue
         keep_unit_order(module, inner, place.host_readers)
 
 
-def replicate_parameters(module: nn.Module, plan: Plan, place: Place, _: Blueprint) -> nn.Module:
+def replicate_parameters(module: nn.Module, plan: Plan, place: MeshContext, _: Blueprint) -> nn.Module:
     """Keep equal parameters on all readers; called on every rank."""
     if place.readers is None or not uses_ddp(plan):
         return module
@@ -169,7 +169,7 @@ TRANSFORMS = (
 )
 
 
-def apply_plan(blueprint: Blueprint, plan: Plan, place: Place) -> nn.Module:
+def apply_plan(blueprint: Blueprint, plan: Plan, place: MeshContext) -> nn.Module:
     """Return the module of `blueprint` under `plan`; called on every rank."""
     module = blueprint.module
     attributes = attributes_of(module)
@@ -179,7 +179,7 @@ def apply_plan(blueprint: Blueprint, plan: Plan, place: Place) -> nn.Module:
     return module
 
 
-def gradient_sync(model: nn.Module, plan: Plan, place: Place) -> GradSync:
+def gradient_sync(model: nn.Module, plan: Plan, place: MeshContext) -> GradSync:
     """Return the one object that sums the gradients of a model made by `apply_plan`."""
     every = plan.gradient_sync == "every"
     if isinstance(model, DistributedDataParallel):
@@ -221,7 +221,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class MeshContext:
     """One rank's place: what transforms need to know of the world, as arguments."""
 
     device: torch.device

@@ -41,7 +41,7 @@ def context_parallel(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
 
     Its forward is given the `position_ids` of the slice; its repeated blocks attend over whole sequences.
     """
-    switch = Switch()
+    switch = AttentionSwitch()
     for name, block in (find_blocks(module) or {"": module}).items():
         block.forward = _attending(block.forward, name or type(module).__name__, group, switch)
     plain, split = module.forward, _placed(module, group)
@@ -60,7 +60,7 @@ def context_parallel(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
 
 
 @dataclass
-class Switch:
+class AttentionSwitch:
     """Whether a model runs on slices; off, it runs on whole sequences, as it did before."""
 
     is_on: bool = True
@@ -122,7 +122,9 @@ def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim > 1)
 
 
-def _attending(inner: Callable[..., Any], name: str, group: dist.ProcessGroup, switch: Switch) -> Callable[..., Any]:
+def _attending(
+    inner: Callable[..., Any], name: str, group: dist.ProcessGroup, switch: AttentionSwitch
+) -> Callable[..., Any]:
     """Run a block with its attention over whole sequences; refuses one whose attention is not found."""
     attention = _Attention(group)
 

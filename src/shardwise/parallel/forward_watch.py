@@ -49,7 +49,7 @@ def watch_forward(stages: Sequence[nn.Module], plan: Plan, optimized: Optimized)
     """
     if plan.compile != "none":
         return
-    watch = _Watch(plan, optimized)
+    watch = _VersionWatch(plan, optimized)
     for stage in stages:
         for name, part in stage.named_modules():
             is_unit = isinstance(part, FSDPModule)
@@ -58,7 +58,7 @@ def watch_forward(stages: Sequence[nn.Module], plan: Plan, optimized: Optimized)
     watch.end_after_steps(optimized.optimizer)
 
 
-class _Watch:
+class _VersionWatch:
     """Compares the values of parameters before and after forward."""
 
     def __init__(self, plan: Plan, optimized: Optimized) -> None:

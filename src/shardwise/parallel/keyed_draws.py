@@ -49,7 +49,7 @@ def keyed_bits(keys: Tensor, place: str, elements: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Moment:
+class DrawContext:
     """Where the draws of a forward pass were at one time."""
 
     keys: Tensor | None
@@ -77,7 +77,7 @@ class KeyedDraws:
     """Whether operators that may draw are looked at: in a first pass, since on a GPU a look waits for the device."""
 
     @contextmanager
-    def intercepting(self, moment: Moment) -> Iterator[None]:
+    def intercepting(self, moment: DrawContext) -> Iterator[None]:
         """Key what is drawn from now on, continuing from `moment`."""
         before, was_on = self.moment(), self.is_on
         self._restore(moment)
@@ -89,11 +89,11 @@ class KeyedDraws:
             self._restore(before)
             self.is_on = was_on
 
-    def moment(self) -> Moment:
+    def moment(self) -> DrawContext:
         """Return where the draws are now, for a repetition of what follows."""
-        return Moment(self.keys, Counter(self.calls), tuple(self.path))
+        return DrawContext(self.keys, Counter(self.calls), tuple(self.path))
 
-    def _restore(self, moment: Moment) -> None:
+    def _restore(self, moment: DrawContext) -> None:
         self.keys, self.calls, self.path = moment.keys, Counter(moment.calls), list(moment.path)
 
     def next_bits(self, shape: Sequence[int], operator: str, *, parts: int = 1) -> list[Tensor]:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from shardwise.errors import JobError
 from shardwise.parallel.keyed_draws import (
     DRAW,
+    DrawContext,
     KeyedDraws,
-    Moment,
     assign_places,
     drawing_error,
     draws_of,
@@ -169,7 +169,7 @@ class BlockMasks:
 
     @contextmanager
     def _repeated(
-        self, moments: list[tuple[KeyedDropout, Tensor | None, int]], moment: Moment | None
+        self, moments: list[tuple[KeyedDropout, Tensor | None, int]], moment: DrawContext | None
     ) -> Iterator[None]:
         now = [(dropout, dropout.keys, dropout.calls) for dropout in self._dropouts]
         for dropout, keys, calls in moments:
@@ -200,7 +200,7 @@ class KeyedMasks:
             dropout.keys, dropout.calls = rows, 0
         try:
             if rows is not None and torch.is_grad_enabled() and self._draws.get(id(module), True):
-                with self._intercepted(module, Moment(rows, Counter(), ("",))):
+                with self._intercepted(module, DrawContext(rows, Counter(), ("",))):
                     yield
             else:
                 yield
@@ -209,7 +209,7 @@ class KeyedMasks:
                 dropout.keys = None
 
     @contextmanager
-    def _intercepted(self, module: nn.Module, start: Moment) -> Iterator[None]:
+    def _intercepted(self, module: nn.Module, start: DrawContext) -> Iterator[None]:
         """Key what `module` draws; in its first pass, also refuse what draws unseen."""
         draws = draws_of(module)
         if draws is None:  # of a model that nobody prepared there is nothing to name

@@ -32,7 +32,7 @@ Rules = dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class ProposedSplit:
     """One part of a model that can be cut, and the ways to do so, best first."""
 
     name: str
@@ -54,13 +54,15 @@ def propose_rules(
 
 def propose_cuts(
     module: nn.Module, example: Callable[[nn.Module], Any] | None = None, *, degree: int = 2
-) -> tuple[Cut, ...]:
+) -> tuple[ProposedSplit, ...]:
     """Return the parts that can be cut, each with its ways; as `propose_rules`, which takes the best of each."""
     stand = Stand(module, example or _dummy_run(module))
     pairs = _find_pairs(stand)
-    cuts = [Cut(name=pair.row, ways=tuple(_ways(stand, pair, degree))) for pair in pairs]
-    cuts.append(Cut(name="vocabulary", ways=tuple(_vocabulary(stand, pairs))))
-    fitting = [Cut(name=cut.name, ways=tuple(way for way in cut.ways if _fits(module, way, degree))) for cut in cuts]
+    cuts = [ProposedSplit(name=pair.row, ways=tuple(_ways(stand, pair, degree))) for pair in pairs]
+    cuts.append(ProposedSplit(name="vocabulary", ways=tuple(_vocabulary(stand, pairs))))
+    fitting = [
+        ProposedSplit(name=cut.name, ways=tuple(way for way in cut.ways if _fits(module, way, degree))) for cut in cuts
+    ]
     return tuple(cut for cut in fitting if cut.ways)
 
 

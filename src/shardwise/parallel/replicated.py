@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from shardwise.parallel.apply import Place
+    from shardwise.parallel.apply import MeshContext
     from shardwise.parallel.gradsync import GradSync
     from shardwise.plans import Communication, Plan
 
@@ -199,7 +199,7 @@ def by_rounds(
     named: Sequence[tuple[str, nn.Parameter]],
     *,
     plan: Plan,
-    place: Place,
+    place: MeshContext,
     ends_round: Callable[[int], bool],
 ) -> GradSync:
     """Return the sync of a plan whose replicas meet after rounds of steps; `inner` where they meet in every step."""

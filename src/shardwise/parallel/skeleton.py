@@ -62,7 +62,7 @@ def skeleton(make_model: Callable[[], nn.Module]) -> Skeleton:
     They do when the model has `init_weights()` that sets every parameter by plain in-place operations, and the last
     thing `make_model` did to each was that. None otherwise: the weights then come from a real model.
     """
-    recorder = _Recorder()
+    recorder = _ParameterRecorder()
     with _parameters_on_meta() as originals, recorder, warnings.catch_warnings():
         # "copying to a meta parameter is a no-op": known, and noticed by the recorder.
         warnings.filterwarnings("ignore", message=".*meta parameter", category=UserWarning)
@@ -73,7 +73,7 @@ def skeleton(make_model: Callable[[], nn.Module]) -> Skeleton:
     _take_over_hooks(model, originals)
     if not callable(getattr(model, "init_weights", None)):
         return Skeleton(model, None, lost, references=references)
-    made, recorder = recorder, _Recorder()
+    made, recorder = recorder, _ParameterRecorder()
     try:
         with recorder:
             model.init_weights()  # type: ignore[operator]
@@ -145,7 +145,7 @@ def _parameters_on_meta() -> Iterator[Mapping[int, nn.Parameter]]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-class _Recorder(TorchDispatchMode):
+class _ParameterRecorder(TorchDispatchMode):
     """Notes what is written to tensors on the meta device, by identity; None marks what cannot be done again."""
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class _Recorder(TorchDispatchMode):
             self._note(func, target, args[1:], kwargs or {})
         return result
 
-    def tail(self, parameter: nn.Parameter, own: _Recorder) -> Recipe | None:
+    def tail(self, parameter: nn.Parameter, own: _ParameterRecorder) -> Recipe | None:
         """Return what `own` recorded of a parameter if this record ends with just that; else None."""
         mine, theirs = self.writes.get(id(parameter), []), own.writes.get(id(parameter), [])
         if not theirs or mine[-len(theirs) :] != theirs or None in theirs:

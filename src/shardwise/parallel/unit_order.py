@@ -41,7 +41,7 @@ def keep_unit_order(root: nn.Module, units: Mapping[str, FSDPModule], group: dis
         unit.register_forward_pre_hook(order.before(index), prepend=True, with_kwargs=True)  # type: ignore[attr-defined]
 
 
-class _Call(NamedTuple):
+class _UnitCall(NamedTuple):
     """A call of a unit."""
 
     unit: int
@@ -58,9 +58,9 @@ class _Sequence:
         self.passes = 0
         self.varies = False
         """Ranks or passes differed, or left out a unit: ranks agree before every call."""
-        self.calls: list[_Call] = []
+        self.calls: list[_UnitCall] = []
 
-    def learn(self, calls: list[_Call], *, differed: bool) -> None:
+    def learn(self, calls: list[_UnitCall], *, differed: bool) -> None:
         """Take over what a pass called."""
         is_whole = len({call.unit for call in calls}) == self._num_units
         is_same = self.passes == 0 or calls == self.calls
@@ -82,7 +82,7 @@ class _UnitOrder:
         self._group = group
         self._known = {is_training: _Sequence(len(units)) for is_training in (True, False)}
         self._is_running = False
-        self._calls: list[_Call] = []
+        self._calls: list[_UnitCall] = []
         self._num_stand_ins = 0
         self._tokens: list[Tensor] = []
         """Outputs of stand-ins, which become part of the root's output so that backward reaches them."""
@@ -100,7 +100,7 @@ class _UnitOrder:
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self._is_running:
                 return  # recomputed in backward, or called outside of the root's forward
-            self._catch_up(_Call(index, any(_differentiable(leaf) for leaf in tree_leaves((args, kwargs)))))
+            self._catch_up(_UnitCall(index, any(_differentiable(leaf) for leaf in tree_leaves((args, kwargs)))))
 
         return hook
 
@@ -109,7 +109,7 @@ class _UnitOrder:
         """Make the calls that other ranks still make, and finish the pass."""
         if not self._is_running:
             return output
-        self._catch_up(_Call(len(self._units), has_gradient=False))
+        self._catch_up(_UnitCall(len(self._units), has_gradient=False))
         self._is_running = False
         if not self._tokens:
             return output
@@ -122,7 +122,7 @@ class _UnitOrder:
             )
         return tree_map_only(Tensor, lambda leaf: _tie(leaf, tokens), output)
 
-    def _catch_up(self, wanted: _Call) -> None:
+    def _catch_up(self, wanted: _UnitCall) -> None:
         """Make stand-in calls until it is the turn of `wanted`; communicates while the order is not fixed."""
         known = self._known[self._root.training]
         while True:
@@ -137,12 +137,12 @@ class _UnitOrder:
             differed = _smallest(-self._num_stand_ins, self._group) < 0
             known.learn(self._calls, differed=differed)
 
-    def _agreed(self, wanted: _Call) -> _Call:
+    def _agreed(self, wanted: _UnitCall) -> _UnitCall:
         """Return what all ranks call next: the first unit, as the model lists them, that any of them wants."""
         index, has_none = divmod(_smallest(2 * wanted.unit + (not wanted.has_gradient), self._group), 2)
-        return _Call(index, not has_none)
+        return _UnitCall(index, not has_none)
 
-    def _listed(self, known: _Sequence, wanted: _Call) -> _Call:
+    def _listed(self, known: _Sequence, wanted: _UnitCall) -> _UnitCall:
         """Return what is next on the list."""
         rest = known.calls[len(self._calls) :]
         if wanted.unit != len(self._units) and all(wanted.unit != call.unit for call in rest):
@@ -152,9 +152,9 @@ class _UnitOrder:
                 code="support.fsdp-block-order",
                 fix="run repeated blocks in the same order in every pass, or use --plan ddp or zero1",
             )
-        return rest[0] if rest else _Call(len(self._units), has_gradient=False)
+        return rest[0] if rest else _UnitCall(len(self._units), has_gradient=False)
 
-    def _stand_in(self, call: _Call) -> None:
+    def _stand_in(self, call: _UnitCall) -> None:
         """Gather a unit as if it ran."""
         self._num_stand_ins += 1
         unit: Any = self._units[call.unit]

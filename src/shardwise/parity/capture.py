@@ -194,9 +194,9 @@ def _train(  # noqa: PLR0917 - positions of one private caller
     pulse: Pulse,
 ) -> Traced:
     job = prepare_job(preparation)
-    watch: _Watch
+    watch: _TrainingWatch
     step = build(job, plan, world, before_update=lambda: watch.gradients())  # noqa: PLW0108 - there is no watch yet
-    watch = _Watch(world, step, folder, close_up, pulse)
+    watch = _TrainingWatch(world, step, folder, close_up, pulse)
     if variant is not None:
         variant.perturb(step)
     watch.values()
@@ -219,7 +219,7 @@ def _evaluate(job: Job, plan: Plan, world: World, step: Step | PlainTraining) ->
     return evaluate(job, plan, world, step=step, dataset=dataset)
 
 
-class _Watch:
+class _TrainingWatch:
     """Looks on during one training."""
 
     def __init__(

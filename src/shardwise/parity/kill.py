@@ -27,7 +27,7 @@ from shardwise.errors import InputError, TrainingError
 from shardwise.job.generators import untouched_generators
 from shardwise.parallel.gather import full_values
 from shardwise.parity.capture import digest_rows
-from shardwise.parity.lives import Seen
+from shardwise.parity.lives import SeenSamples
 from shardwise.parity.prepare import prepare_job
 from shardwise.parity.reference import true_double
 from shardwise.runs import EventLog
@@ -104,9 +104,9 @@ class LifeFolder:
         """What a rank saw, a line per step."""
         return self.path / f"{rank}.jsonl"
 
-    def read(self, ranks: int) -> list[list[Seen]]:
+    def read(self, ranks: int) -> list[list[SeenSamples]]:
         """Return what each rank saw."""
-        decoder = msgspec.json.Decoder(Seen)
+        decoder = msgspec.json.Decoder(SeenSamples)
         return [decoder.decode_lines(self.log(rank).read_bytes()) for rank in range(ranks)]
 
     def values(self) -> dict[str, dict[str, Tensor]]:
@@ -170,7 +170,7 @@ def _watched(job: Job, log: IO[bytes], after_step: Callable[[int], None] | None,
 
     def on_step(report: StepReport) -> None:
         loss = float(report.loss_share)
-        seen = Seen(
+        seen = SeenSamples(
             step=report.number,
             loss=loss if math.isfinite(loss) else None,
             rows=tuple(sorted(rows)),

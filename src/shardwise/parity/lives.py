@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 BETWEEN = "the resumed run and the one that nobody stopped"
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class SeenSamples(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank saw of one step."""
 
     step: int
@@ -33,7 +33,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class LifeMoment:
     """One step of one life, over all ranks."""
 
     step: int
@@ -54,15 +54,15 @@ class Life:
     layout: Layout
     begins: int
     """The step it had to begin with."""
-    ranks: Sequence[Sequence[Seen]]
+    ranks: Sequence[Sequence[SeenSamples]]
 
-    def moments(self) -> list[Moment]:
+    def moments(self) -> list[LifeMoment]:
         """Return the steps that every rank has seen; a kill lets some ranks see one more than others."""
         return [self._moment(seen) for seen in zip(*self.ranks, strict=False)]
 
-    def _moment(self, seen: Sequence[Seen]) -> Moment:
+    def _moment(self, seen: Sequence[SeenSamples]) -> LifeMoment:
         telling = [each for rank, each in enumerate(seen) if self.layout.tells_loss(rank)]
-        return Moment(
+        return LifeMoment(
             step=seen[0].step,
             loss=sum(math.nan if each.loss is None else each.loss for each in telling),
             rows=frozenset(row for each in telling for row in each.rows),
@@ -152,7 +152,7 @@ def _wrong_start(life: Life) -> Finding | None:
     )
 
 
-def _wrong_end(life: Life, wanted: Mapping[int, Moment]) -> Finding | None:
+def _wrong_end(life: Life, wanted: Mapping[int, LifeMoment]) -> Finding | None:
     moments = life.moments()
     if moments[-1].step == max(wanted):
         return None
@@ -163,7 +163,9 @@ def _wrong_end(life: Life, wanted: Mapping[int, Moment]) -> Finding | None:
     )
 
 
-def _causes(life: Life, whole: Life, wanted: Mapping[int, Moment], limit: float, *, drawn_by: str) -> Iterator[Finding]:
+def _causes(
+    life: Life, whole: Life, wanted: Mapping[int, LifeMoment], limit: float, *, drawn_by: str
+) -> Iterator[Finding]:
     """Yield what is wrong, step by step; within a step what may be the cause of the rest first."""
     for moment in life.moments():
         if moment.step not in wanted:
@@ -181,7 +183,7 @@ def _causes(life: Life, whole: Life, wanted: Mapping[int, Moment], limit: float,
             yield _other_loss(life, moment, same_layout=life.layout == whole.layout, drawn_by=drawn_by)
 
 
-def _other_samples(life: Life, moment: Moment, wanted: Mapping[int, Moment]) -> Finding:
+def _other_samples(life: Life, moment: LifeMoment, wanted: Mapping[int, LifeMoment]) -> Finding:
     right = wanted[moment.step].rows
     instead = next((step for step, other in wanted.items() if other.rows == moment.rows), None)
     words = (
@@ -192,7 +194,7 @@ def _other_samples(life: Life, moment: Moment, wanted: Mapping[int, Moment]) -> 
     return Finding(cause="other samples", evidence=f"{life.words}: step {moment.step} {words}", step=moment.step)
 
 
-def _other_draws(life: Life, moment: Moment, right: Moment) -> Finding:
+def _other_draws(life: Life, moment: LifeMoment, right: LifeMoment) -> Finding:
     ranks = tuple(rank for rank, draw in enumerate(moment.draws) if draw != right.draws[rank])
     return Finding(
         cause="random numbers not restored",
@@ -203,7 +205,7 @@ def _other_draws(life: Life, moment: Moment, right: Moment) -> Finding:
     )
 
 
-def _other_loss(life: Life, moment: Moment, *, same_layout: bool, drawn_by: str) -> Finding:
+def _other_loss(life: Life, moment: LifeMoment, *, same_layout: bool, drawn_by: str) -> Finding:
     if drawn_by and not same_layout:
         return Finding(
             cause="random numbers",

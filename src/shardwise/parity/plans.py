@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shardwise.errors import InputError
 from shardwise.job.overrides import parse_overrides
-from shardwise.planner.settle import MLX, Device, settle, with_engine
+from shardwise.planner.settle import MLX, LocalDevice, settle, with_engine
 from shardwise.plans import Plan, Precision
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def settle_plan(text: str, *, batch_size: int, nproc: int, made_for: MadeFor = "
     """Settle SPEC+KEY=VALUE+... for a batch on this many CPU ranks, for a model that is torch's or MLX's."""
     spec, *settings = text.split("+")
     overrides = parse_overrides(settings)
-    device = MLX if made_for == "mlx" else Device()
+    device = MLX if made_for == "mlx" else LocalDevice()
     return settle(spec, batch_size=batch_size, world_size=nproc, device=device, overrides=overrides)
 
 

@@ -14,7 +14,7 @@ from shardwise.data.loaders import dataset_of
 from shardwise.errors import JobError
 from shardwise.launcher.local.function import run_forked
 from shardwise.parallel.blueprint import structure
-from shardwise.parallel.propose_rules import Cut, merged, propose_cuts
+from shardwise.parallel.propose_rules import ProposedSplit, merged, propose_cuts
 from shardwise.parity.bench import Bench
 from shardwise.parity.prepare import STEPS, Preparation, prepare_job
 from shardwise.parity.ranks import preload
@@ -34,7 +34,7 @@ SAMPLES = 2
 """In the batch that the model is looked at with; batch norm needs more than one."""
 
 
-class Proposal(msgspec.Struct, frozen=True, kw_only=True):
+class RulesProposal(msgspec.Struct, frozen=True, kw_only=True):
     """Rules for a job's model, and how they were confirmed."""
 
     job: str
@@ -72,7 +72,7 @@ def propose(
     shrink: bool = False,
     timeout_s: float = 600.0,
     on_trial: OnTrial = lambda *_: None,
-) -> Proposal:
+) -> RulesProposal:
     """Propose tensor rules for the job's model and train it by them on `nproc` forked ranks, beside one process.
 
     What fails is narrowed: each part of the model alone, by weaker ways, and what passed together again. This process
@@ -87,7 +87,7 @@ def propose(
             preload(bench.one(precision).traced[0].imported)
         trials = _Trials(bench, nproc, precision, on_trial)
         rules = _narrow(cuts, trials)
-    return Proposal(
+    return RulesProposal(
         job=reference.name,
         model=model,
         nproc=nproc,
@@ -121,7 +121,7 @@ class _Trials:
         return self.last.status == "passed"
 
 
-def _look(preparation: Preparation, degree: int) -> tuple[str, int, tuple[Cut, ...]]:
+def _look(preparation: Preparation, degree: int) -> tuple[str, int, tuple[ProposedSplit, ...]]:
     """Look at the job's model with its own first samples; runs tensor operations."""
     job = prepare_job(preparation)
     module = structure(job.model, job.seed).module
@@ -141,7 +141,7 @@ def _first_batch(job: Job) -> Any:
     return (job.collate or default_collate)([dataset[index % len(dataset)] for index in range(SAMPLES)])
 
 
-def _narrow(cuts: Iterable[Cut], trials: _Trials) -> dict[str, str]:
+def _narrow(cuts: Iterable[ProposedSplit], trials: _Trials) -> dict[str, str]:
     """Return the best of each part; if they fail together, what passes alone and then together; else nothing."""
     best = merged(cut.ways[0] for cut in cuts)
     if not best or trials.passes(best):
@@ -151,7 +151,7 @@ def _narrow(cuts: Iterable[Cut], trials: _Trials) -> dict[str, str]:
     return kept if kept and trials.passes(kept) else {}
 
 
-def _weakened(cuts: Iterable[Cut], trials: _Trials, rules: dict[str, str]) -> dict[str, str]:
+def _weakened(cuts: Iterable[ProposedSplit], trials: _Trials, rules: dict[str, str]) -> dict[str, str]:
     """Say of each part that is not cut in its best way why not."""
     lost = [cut for cut in cuts if not cut.ways[0].items() <= rules.items()]
     verdicts = {cut.name: trials.verdicts.get(frozenset(cut.ways[0].items())) for cut in lost}

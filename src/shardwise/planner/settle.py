@@ -30,7 +30,7 @@ BATCH_KEYS = ("micro_batch", "accumulation")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class LocalDevice:
     """What settling must know of the device: its kind, whether it computes in bf16, and whether MLX runs it."""
 
     kind: Literal["cpu", "cuda"] = "cpu"
@@ -40,7 +40,7 @@ class Device:
     """What the job's model is made for."""
 
 
-MLX = Device(name="MLX", engine="mlx")
+MLX = LocalDevice(name="MLX", engine="mlx")
 """What MLX computes on, its GPU on Apple silicon; torch keeps count on the CPU."""
 
 
@@ -49,7 +49,7 @@ def settle(
     *,
     batch_size: int,
     world_size: int,
-    device: Device,
+    device: LocalDevice,
     overrides: Mapping[str, str] | None = None,
     choose: Chooser | None = None,
 ) -> Plan:
@@ -102,7 +102,7 @@ def searching(job: Job, describe: Callable[[Job, DType], Model], accepts: Callab
     return choose
 
 
-def _named(spec: str, world_size: int, device: Device, choose: Chooser | None) -> tuple[Plan, bool]:
+def _named(spec: str, world_size: int, device: LocalDevice, choose: Chooser | None) -> tuple[Plan, bool]:
     """Return the plan that a word names, and whether it was searched."""
     if spec.endswith(".toml"):
         return read_plan(Path(spec)), False
@@ -118,7 +118,7 @@ def _named(spec: str, world_size: int, device: Device, choose: Chooser | None) -
     return _preset("ddp", f"auto: ddp, since a plan {why}", world_size, device), False
 
 
-def _preset(name: str, source: str, world_size: int, device: Device) -> Plan:
+def _preset(name: str, source: str, world_size: int, device: LocalDevice) -> Plan:
     layout, zero = preset_degrees(name, world_size)
     precision, reason = choose_precision(device)
     return Plan(
@@ -129,7 +129,7 @@ def _preset(name: str, source: str, world_size: int, device: Device) -> Plan:
     )
 
 
-def choose_precision(device: Device) -> tuple[Precision, str]:
+def choose_precision(device: LocalDevice) -> tuple[Precision, str]:
     """Return the dtypes for a device, and why: bf16 where it has it, fp16 with scaling else, fp32 on CPU."""
     compute: DType
     if device.kind == "cpu":

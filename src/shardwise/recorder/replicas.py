@@ -29,11 +29,11 @@ def record_replicas(path: Path, every: int) -> None:
 
     Events `tensors` (names and groups of ranks) and `check` of each optimizer, for who looks on.
     """
-    watch = _Watch(path, every)
+    watch = _OptimizerWatch(path, every)
     when_imported({_DDP: watch.attach_to_ddp, _OPTIMIZER: watch.attach_to_optimizers})
 
 
-class _Watch:
+class _OptimizerWatch:
     """Hooks of one process: DDP models as they are made, optimizers as they step."""
 
     def __init__(self, path: Path, every: int) -> None:

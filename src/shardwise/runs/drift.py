@@ -67,7 +67,7 @@ class Copies:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
+class DriftEvidence:
     """What is known of the step at which copies of a tensor were seen to differ."""
 
     at_start: bool = False
@@ -87,7 +87,7 @@ class Evidence:
     were equal after the one before and differed when it began."""
 
 
-def decide(evidence: Evidence) -> Cause:
+def decide(evidence: DriftEvidence) -> Cause:
     """Return the cause that the evidence leaves: the first that fits."""
     has_gradient, gradients_differ = evidence.gradients_equal is not None, evidence.gradients_equal is False
     rules = (

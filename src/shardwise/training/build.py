@@ -15,7 +15,7 @@ from shardwise.engines.deepspeed.build import build_deepspeed_step
 from shardwise.errors import JobError
 from shardwise.job.generators import seed_generators
 from shardwise.job.schedules import check_schedule
-from shardwise.parallel.apply import Place, apply_plan, gradient_sync, parameters_of, stages_of
+from shardwise.parallel.apply import MeshContext, apply_plan, gradient_sync, parameters_of, stages_of
 from shardwise.parallel.batch_norm import foreign_batch_norms
 from shardwise.parallel.blueprint import job_blueprint, real_blueprint
 from shardwise.parallel.context import check_context
@@ -44,11 +44,11 @@ from shardwise.parallel.tensor_rules import find_rules
 from shardwise.parallel.weights import BuiltWeights, share_values
 from shardwise.planner.settle import with_engine_of
 from shardwise.training.preflight import check_fit, check_own_loop
-from shardwise.training.reading import Reading, make_loader, token_cut
+from shardwise.training.reading import RankLoader, make_loader, token_cut
 from shardwise.training.step.captured import plain_step
 from shardwise.training.step.first_step_checks import PeerBatches
 from shardwise.training.step.pipeline import PipelineStep
-from shardwise.training.step.step import Autocast, StepParts, Surroundings, nvtx_ranges, tell
+from shardwise.training.step.step import Autocast, StepContext, StepParts, nvtx_ranges, tell
 from shardwise.training.step.token_probe import TokenProbe
 from shardwise.training.step.update import choose_update
 
@@ -141,13 +141,13 @@ def _surround(
     before_update: Callable[[], None] | None,
     mark: Mark | None,
     note: Callable[[str], None],
-) -> Surroundings:
+) -> StepContext:
     """Return what the step is told of besides its model; communicates to join the readers."""
     # On the host and by itself: its collectives run a step ahead of, and so beside, those of the model.
     feed_group = world.axis_group(plan.layout, ("replicate", "shard"), on_host=True)
     feed, length = make_feed(job, plan, world, feed_group, first_step, fill=fill)
     check_schedule(job.schedule, length.num_steps)
-    return Surroundings(
+    return StepContext(
         feed=feed,
         length=length,
         first_step=first_step,
@@ -163,7 +163,7 @@ def make_feed(
 ) -> tuple[Feed, Length]:
     """Return what reads this rank's samples, and how long to train; `group` joins the readers."""
     reader = plan.layout.data_index(world.rank)
-    where = Reading(reader=reader, group=group, first_step=first_step, on_gpu=world.device.type == "cuda")
+    where = RankLoader(reader=reader, group=group, first_step=first_step, on_gpu=world.device.type == "cuda")
     loader, length = make_loader(job, plan, where)
     feed = Feed(
         loader,
@@ -208,7 +208,7 @@ def draw_up(job: Job, plan: Plan, world: World) -> Blueprint:
     return replace(blueprint, tensor_rules=find_rules(blueprint.module, job.tensor_rules))
 
 
-def _lay_out(job: Job, blueprint: Blueprint, plan: Plan, place: Place) -> tuple[StageCut | None, nn.Module]:
+def _lay_out(job: Job, blueprint: Blueprint, plan: Plan, place: MeshContext) -> tuple[StageCut | None, nn.Module]:
     """Put the model under the plan: whole, or as the list of this rank's stages."""
     if plan.layout.pp == 1:
         return None, apply_plan(blueprint, plan, place)
@@ -227,10 +227,10 @@ def _lay_out(job: Job, blueprint: Blueprint, plan: Plan, place: Place) -> tuple[
     return cut, applied
 
 
-def find_place(plan: Plan, world: World) -> Place:
+def find_place(plan: Plan, world: World) -> MeshContext:
     """Communicate to find this rank's place in the layout, its mesh and its fellow readers; called on every rank."""
     layout = plan.layout.folded
-    return Place(
+    return MeshContext(
         device=world.device,
         layout=layout,
         rank=world.rank,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class RankLoader:
     """Who reads, and from where on."""
 
     reader: int
@@ -44,7 +44,7 @@ def token_cut(job: Job, plan: Plan, world: World, metrics: Mapping[str, Metric] 
     return TokenCut(index=index, size=plan.layout.cp, loss=job.loss, metrics=metrics or {})
 
 
-def make_loader(job: Job, plan: Plan, where: Reading) -> tuple[StepLoader, Length]:
+def make_loader(job: Job, plan: Plan, where: RankLoader) -> tuple[StepLoader, Length]:
     """Return the loader of the job's training data, and the length of the whole training."""
     dataset = dataset_of(job, "train")
     if dataset is None:

@@ -15,7 +15,7 @@ from shardwise.layout.layout import AXES
 from shardwise.parallel.gradsync import local
 from shardwise.parallel.support import uses_ddp
 from shardwise.recorder.fingerprint import combined, fingerprints, settings_print
-from shardwise.runs.drift import Copies, Drift, Evidence, decide, first_unequal
+from shardwise.runs.drift import Copies, Drift, DriftEvidence, decide, first_unequal
 from shardwise.training.step.module_step import on_host
 
 if TYPE_CHECKING:
@@ -81,9 +81,9 @@ class Replicas:
             return
         copies, others = found
         if step.length.sync_every > 1 and batch is not None:
-            evidence = Evidence(same_samples=True)  # gradients of a replica's own are unequal, and prove nothing
+            evidence = DriftEvidence(same_samples=True)  # gradients of a replica's own are unequal, and prove nothing
         else:
-            evidence = Evidence(at_start=True) if batch is None else self._investigate(step, batch, copies)
+            evidence = DriftEvidence(at_start=True) if batch is None else self._investigate(step, batch, copies)
         self._is_on = False  # what differs will go on to
         drift = Drift(
             step=step.number, last_equal=self._last_equal, copies=copies, others=others, cause=decide(evidence)
@@ -110,7 +110,7 @@ class Replicas:
         everyone = self._gather(here)
         return list(_copies(everyone, groups))
 
-    def _investigate(self, step: Step, batch: StepBatch, copies: Copies) -> Evidence:
+    def _investigate(self, step: Step, batch: StepBatch, copies: Copies) -> DriftEvidence:
         """Repeat the step and compare what went into it; communicates over the world, on every rank."""
         samples = combined(fingerprints([each for micro in batch.micro_batches for each in tensors(micro.batch)]))
         repeated = repeat_step(step, batch, self.tap, copies.name)
@@ -119,7 +119,7 @@ class Replicas:
         gradients = {rank: run.gradients for rank, (run, _, _) in there.items()}
         has_gradient = any(pair is not None for pair in gradients.values())
         found = {rank: pair and pair[0] for rank, pair in gradients.items()} if has_gradient else copies.prints
-        return Evidence(
+        return DriftEvidence(
             gradients_equal=len(set(found.values())) == 1 if has_gradient else None,
             same_samples=len({(each, found[rank]) for rank, (_, each, _) in there.items()})
             > len({each for _, each, _ in there.values()}),

@@ -1,6 +1,6 @@
 """Links between ranks with numbers that a test chose."""
 
-from shardwise.bench.p2p.pairs import Pairs, PairSpec, PairTiming, Place, every_pair
+from shardwise.bench.p2p.pairs import Pairs, PairSpec, PairTiming, RankPlace, every_pair
 from shardwise.bench.timing import Timing
 
 USUAL_S, USUAL_RATE = 100e-6, 1e9
@@ -21,7 +21,7 @@ def made(hosts, latency=None, rate=None, ways=("send",), noise=lambda pair: 1.0)
                     way=way, source=pair[0], target=pair[1], latency=timing, transfer=transfer, bytes_per_s=speed
                 )
             )
-    places = tuple(Place(host=f"host{name}", node=names.index(name), device="cpu") for name in hosts)
+    places = tuple(RankPlace(host=f"host{name}", node=names.index(name), device="cpu") for name in hosts)
     return Pairs(places=places, backend="gloo", spec=PairSpec(ways=ways, large_bytes=10**6), timings=tuple(cells))
 
 

@@ -23,10 +23,10 @@ from shardwise.bench.overlap import (
     vary,
     verdict,
 )
-from shardwise.bench.split import Turn, Turns, measure_turns, split
+from shardwise.bench.split import MeasuredTurn, MeasuredTurns, measure_turns, split
 from shardwise.bench.switch import SwitchedWorld, replay
 from shardwise.cli.main import main
-from shardwise.planner.settle import Device, settle
+from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Communication, Plan
 from shardwise.plans.toml import plan_from_toml, plan_to_toml
 from shardwise.testing import run_ranks
@@ -160,8 +160,8 @@ def test_sharded_weights_are_measured_without_their_gathers(job):
 
 
 def turns(*steps, compute=0.010, communication=0.004):
-    made = (Turn(trained=None, whole=step, compute=compute, communication=communication) for step in steps)
-    return Turns(turns=tuple(made), collectives=3, num_bytes=1 << 20)
+    made = (MeasuredTurn(trained=None, whole=step, compute=compute, communication=communication) for step in steps)
+    return MeasuredTurns(turns=tuple(made), collectives=3, num_bytes=1 << 20)
 
 
 def measured(*rounds, bucket_mb=25.0):
@@ -273,7 +273,7 @@ def test_two_real_ranks_are_measured_from_the_command_line(job_file, tmp_path, c
         {BUCKET: 100.0, SYNC: "every"},  # for "last" it is as large as 25: all gradients in one
     ]
     assert all(each["split"]["communication"]["median_s"] > 0 for each in found["settings"])
-    plan = settle(str(tmp_path / "plan.toml"), batch_size=8, world_size=2, device=Device())
+    plan = settle(str(tmp_path / "plan.toml"), batch_size=8, world_size=2, device=LocalDevice())
     assert plan.accumulation == 2
     assert plan.communication.bucket_mb == found["settings"][found["advice"]["chosen"]]["values"][BUCKET]
     assert "bench overlap" in (tmp_path / "plan.toml").read_text()

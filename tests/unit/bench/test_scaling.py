@@ -6,7 +6,7 @@ import re
 import pytest
 
 from refusals import assert_refused, refuses
-from shardwise.bench.scaling import Curve, Point, plan_for, powers_of_two
+from shardwise.bench.scaling import ScalingCurve, ScalingPoint, plan_for, powers_of_two
 from shardwise.bench.scaling_report import (
     Room,
     find_rates,
@@ -20,7 +20,7 @@ from shardwise.bench.scaling_report import (
 from shardwise.cli.main import main
 from shardwise.errors import RankFailedError
 from shardwise.launcher.local.target import Script
-from shardwise.planner.settle import Device
+from shardwise.planner.settle import LocalDevice
 from shardwise.plans import Plan
 from shardwise.plans.toml import plan_to_toml
 
@@ -61,11 +61,11 @@ def script_file(tmp_path):
 
 
 def point(ranks, per_s, spread=0.02, **parts):
-    return Point(ranks=ranks, per_s=per_s, spread=spread, batch_size=8, plan="ddp", parts=parts or None)
+    return ScalingPoint(ranks=ranks, per_s=per_s, spread=spread, batch_size=8, plan="ddp", parts=parts or None)
 
 
 def curve(*points, mode="strong"):
-    return Curve(mode=mode, unit="samples/s", points=points)
+    return ScalingCurve(mode=mode, unit="samples/s", points=points)
 
 
 def test_efficiency_is_throughput_over_that_of_as_many_first_ranks():
@@ -110,7 +110,7 @@ def test_a_noisy_measurement_says_that_it_cannot_say():
 
 
 def test_a_report_draws_the_measured_beside_the_ideal_and_the_predicted():
-    predicted = Point(ranks=2, per_s=150.0, spread=0.0, predicted_per_s=180.0, parts=None)
+    predicted = ScalingPoint(ranks=2, per_s=150.0, spread=0.0, predicted_per_s=180.0, parts=None)
     strong = curve(point(1, 100.0, compute=0.04, communication=0.0, data=0.0, idle=0.0), predicted)
     findings = scaling_findings([strong], title="digits", facts=(), notes=[["2 ranks: slow"]])
     table, plot, bars = findings.sections[0].parts
@@ -129,7 +129,7 @@ def test_ranks_double_up_to_the_most():
 
 
 def batches(spec, mode):
-    plans = [plan_for(spec, mode, ranks, batch_size=8, device=Device(), overrides={}) for ranks in (1, 2, 4)]
+    plans = [plan_for(spec, mode, ranks, batch_size=8, device=LocalDevice(), overrides={}) for ranks in (1, 2, 4)]
     return [(plan.layout.world_size, plan.batch_size, plan.micro_batch) for plan in plans]
 
 

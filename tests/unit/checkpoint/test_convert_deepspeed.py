@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from refusals import refuses
 from shardwise.checkpoint import load, read_manifest
-from shardwise.checkpoint.convert.convert import Cut, convert, open_contents
+from shardwise.checkpoint.convert.convert import TargetRanks, convert, open_contents
 from shardwise.checkpoint.errors import DamagedError
 from shardwise.cli.main import main
 from shardwise.engines.deepspeed.config import deepspeed_config
@@ -356,12 +356,12 @@ def test_what_is_written_for_any_ranks_and_stage_reads_back_bit_for_bit(tmp_path
         same(source, tmp_path / f"any{seed}")
         for stage in (1, 2, 3):
             target = tmp_path / f"{seed}-{stage}"
-            convert(source, target, "deepspeed", cut=Cut(stage, random.Random(seed + stage).randint(1, 5)))
+            convert(source, target, "deepspeed", cut=TargetRanks(stage, random.Random(seed + stage).randint(1, 5)))
             same(source, target)
 
 
 def test_a_folder_written_here_needs_no_deepspeed_and_holds_no_code(tmp_path):
-    convert(a_checkpoint(tmp_path), tmp_path / "zero3", "deepspeed", cut=Cut(3, 2))
+    convert(a_checkpoint(tmp_path), tmp_path / "zero3", "deepspeed", cut=TargetRanks(3, 2))
     data = (tmp_path / "zero3" / "global_step4" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").read_bytes()
     assert b"deepspeed.runtime.fp16.loss_scaler" in data
     assert b"shardwise" not in data
@@ -373,7 +373,7 @@ class Evil:
 
 
 def spoiled(tmp_path, change, stage=2):
-    convert(a_checkpoint(tmp_path), tmp_path / "ds", "deepspeed", cut=Cut(stage, 2))
+    convert(a_checkpoint(tmp_path), tmp_path / "ds", "deepspeed", cut=TargetRanks(stage, 2))
     change(tmp_path / "ds" / "global_step4")
     return tmp_path / "ds"
 
@@ -437,6 +437,6 @@ def test_ranks_without_a_stage_and_a_stage_for_another_kind_are_refused(tmp_path
 
 
 def test_inspect_shows_a_deepspeed_folder(tmp_path, capfd):
-    convert(a_checkpoint(tmp_path), tmp_path / "ds", "deepspeed", cut=Cut(1, 2))
+    convert(a_checkpoint(tmp_path), tmp_path / "ds", "deepspeed", cut=TargetRanks(1, 2))
     assert main(["checkpoint", "inspect", str(tmp_path / "ds"), "--tensors"]) == 0
     assert "optimizer/layer0.weight/exp_avg" in capfd.readouterr().out

@@ -8,9 +8,9 @@ import torch
 
 from refusals import refuses
 from shardwise.checkpoint import (
+    CheckpointEntry,
     CheckpointFolder,
     DamagedError,
-    Entry,
     MismatchError,
     load,
     load_newest,
@@ -22,7 +22,9 @@ from shardwise.testing import run_ranks
 
 LOSSES = [5.0, 3.0, 4.0, 3.0, float("nan")]
 ENTRIES = [
-    Entry(Path(f"step-{step:08d}"), step, saved_at=100.0 * step, num_bytes=1, metrics={"loss": LOSSES[step - 1]})
+    CheckpointEntry(
+        Path(f"step-{step:08d}"), step, saved_at=100.0 * step, num_bytes=1, metrics={"loss": LOSSES[step - 1]}
+    )
     for step in range(1, 6)
 ]
 

@@ -5,17 +5,17 @@ from pathlib import Path
 import pytest
 
 from refusals import refuses
-from shardwise.dist.rendezvous import Meeting, parse_meeting
+from shardwise.dist.rendezvous import Rendezvous, parse_meeting
 
 
 @pytest.mark.parametrize(
     ("text", "meeting"),
     [
-        ("env://", Meeting(scheme="env")),
-        ("tcp://n0:29500", Meeting(scheme="tcp", host="n0", port=29500)),
-        ("tcp://10.0.0.1:1", Meeting(scheme="tcp", host="10.0.0.1", port=1)),
-        ("tcp://[::1]:29500", Meeting(scheme="tcp", host="::1", port=29500)),
-        ("file:///scratch/a b?c#d%20", Meeting(scheme="file", path=Path("/scratch/a b?c#d%20"))),
+        ("env://", Rendezvous(scheme="env")),
+        ("tcp://n0:29500", Rendezvous(scheme="tcp", host="n0", port=29500)),
+        ("tcp://10.0.0.1:1", Rendezvous(scheme="tcp", host="10.0.0.1", port=1)),
+        ("tcp://[::1]:29500", Rendezvous(scheme="tcp", host="::1", port=29500)),
+        ("file:///scratch/a b?c#d%20", Rendezvous(scheme="file", path=Path("/scratch/a b?c#d%20"))),
     ],
 )
 def test_urls_are_read(text, meeting):

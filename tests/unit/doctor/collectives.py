@@ -1,6 +1,6 @@
 """Calls and ranks for tests of the guard, in one line each."""
 
-from shardwise.doctor.guard.hang import Progress, RankStatus, Wait
+from shardwise.doctor.guard.hang import RankProgress, RankStatus, Wait
 from shardwise.doctor.guard.stacks import Activity
 from shardwise.runs.call_reader import Call
 from shardwise.runs.calls import GroupKey, Operation
@@ -17,7 +17,7 @@ def call(sequence=1, name="all_reduce", match="sum float32*4", site="/x/train.py
 
 
 def at(sequence, group=WORLD, channel="", *, by_torch=False):
-    return Progress(group=group, channel=channel, sequence=sequence, by_torch=by_torch)
+    return RankProgress(group=group, channel=channel, sequence=sequence, by_torch=by_torch)
 
 
 def waiting(rank, sequence=5, for_s=12.0, quiet_s=None, *, by_torch=False, **more):

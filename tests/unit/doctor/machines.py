@@ -7,12 +7,12 @@ from shardwise.doctor.machine.facts import (
     Cpu,
     Disk,
     Driver,
-    Gpu,
+    GpuFacts,
+    HostMemory,
     Interface,
-    Limits,
     Machine,
-    Memory,
     Network,
+    ProcessLimits,
     RdmaDevice,
     Torch,
 )
@@ -21,7 +21,7 @@ GIB = 1 << 30
 LOOPBACK = Interface(name="lo", up=True, loopback=True, addresses=("127.0.0.1",))
 ETHERNET = Interface(name="eth0", up=True, addresses=("10.0.0.5",))
 CARD = RdmaDevice(name="mlx5_0", driver="mlx5_core", active=True)
-IDLE = Gpu(name="NVIDIA H100 80GB HBM3", total_bytes=80 * GIB, used_bytes=0)
+IDLE = GpuFacts(name="NVIDIA H100 80GB HBM3", total_bytes=80 * GIB, used_bytes=0)
 
 HEALTHY = Machine(
     gpus=(IDLE, IDLE),
@@ -35,8 +35,8 @@ HEALTHY = Machine(
         addresses=("10.0.0.5",),
         back_name="node7.cluster",
     ),
-    limits=Limits(nofile=65536, memlock_bytes=None, nproc=None),
-    memory=Memory(
+    limits=ProcessLimits(nofile=65536, memlock_bytes=None, nproc=None),
+    memory=HostMemory(
         total_bytes=512 * GIB, available_bytes=500 * GIB, shm_total_bytes=256 * GIB, shm_free_bytes=256 * GIB
     ),
     cpu=Cpu(cores=4, allowed=(0, 1, 2, 3), nodes=((0, 1), (2, 3))),

@@ -8,7 +8,7 @@ import pytest
 
 from refusals import refuses
 from shardwise.doctor.catalogue import FAMILIES, find_preset, read_catalogue, read_presets
-from shardwise.doctor.env_rules import Surroundings, lint
+from shardwise.doctor.env_rules import EnvironmentFacts, lint
 
 GUIDE_WITHOUT_INFINIBAND = {
     "NCCL_DEBUG": "INFO",
@@ -128,7 +128,7 @@ PLACES = {
 @pytest.mark.parametrize("name", PLACES)
 def test_the_lint_advises_against_nothing_that_a_preset_sets(name):
     common = {"interfaces": ("lo", "eth0"), "num_gpus": 8, "uses_nccl": True, "nproc": 8, "cores": 16}
-    here = Surroundings(**common | PLACES[name])
+    here = EnvironmentFacts(**common | PLACES[name])
     judged = lint(find_preset(name).variables, here)
     assert [each for each in (*judged.explained, *judged.found) if each.state != "ok"] == []
     with_all_of_the_guide = lint(find_preset("gcp").variables | GUIDE_LEFT_OUT, here)

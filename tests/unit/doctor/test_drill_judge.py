@@ -6,7 +6,7 @@ import math
 import pytest
 
 from shardwise.doctor.drill.faults import KINDS, FaultMark
-from shardwise.doctor.drill.judge import Evidence, judge
+from shardwise.doctor.drill.judge import DrillEvidence, judge
 from shardwise.doctor.run.facts import Event
 
 REFERENCE = {step: 2.0 / (step + 1) for step in range(10)}
@@ -52,7 +52,7 @@ def evidence(kind, *, said=None, said_at=101.0, resumed=None, losses=None, **mor
     else:
         events += [event(said_at, "verdict", text=text), published(104.0, 5, losses[5:])]
     events.append(event(105.0, "finish", state="finished"))
-    return dataclasses.replace(Evidence(mark=mark, events=events, sound=(2, 4, 10)), **more)
+    return dataclasses.replace(DrillEvidence(mark=mark, events=events, sound=(2, 4, 10)), **more)
 
 
 def problems(kind, **more):

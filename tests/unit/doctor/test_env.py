@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.doctor.env_rules import RULES, Surroundings, lint
+from shardwise.doctor.env_rules import RULES, EnvironmentFacts, lint
 
-NODE = Surroundings(
+NODE = EnvironmentFacts(
     interfaces=("lo", "eth0", "docker0"), has_rdma=True, num_gpus=8, uses_nccl=True, nproc=8, cores=64, uses_ddp=True
 )
-LAPTOP = Surroundings(interfaces=("lo", "wlan0"), num_gpus=0, uses_nccl=False, nproc=2, cores=4)
+LAPTOP = EnvironmentFacts(interfaces=("lo", "wlan0"), num_gpus=0, uses_nccl=False, nproc=2, cores=4)
 DETAIL = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
 RANKED = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
 

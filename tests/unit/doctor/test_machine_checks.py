@@ -6,7 +6,7 @@ from doctor.machines import CARD, ETHERNET, GIB, HEALTHY, IDLE, LOOPBACK, change
 
 from shardwise.doctor.catalogue import exit_code, fail, ok, warn
 from shardwise.doctor.machine.checks import CHECKS, check_machine, gloo_choice, nccl_choice, nccl_matches
-from shardwise.doctor.machine.facts import Driver, Gpu, Interface, RdmaDevice, Torch
+from shardwise.doctor.machine.facts import Driver, GpuFacts, Interface, RdmaDevice, Torch
 
 NO_GPU = {"gpus": (), "driver": Driver(), "torch": Torch(version="2.13.0+cpu", gloo=True)}
 EFA = RdmaDevice(name="rdmap0", driver="efa", active=True)
@@ -14,8 +14,13 @@ EFA = RdmaDevice(name="rdmap0", driver="efa", active=True)
 SICK = [
     ("gpus", "fail", {"driver": Driver(error="Driver/library version mismatch"), "gpus": ()}, "does not answer"),
     ("gpus", "warn", {"gpus": (), "hidden_gpus": 8}, "hides all 8"),
-    ("gpus", "warn", {"gpus": (IDLE, Gpu(name="T4", total_bytes=GIB, used_bytes=0))}, "1 x T4"),
-    ("gpu memory", "warn", {"gpus": (IDLE, Gpu(name="H100", total_bytes=80 * GIB, used_bytes=30 * GIB))}, "30.0 GiB"),
+    ("gpus", "warn", {"gpus": (IDLE, GpuFacts(name="T4", total_bytes=GIB, used_bytes=0))}, "1 x T4"),
+    (
+        "gpu memory",
+        "warn",
+        {"gpus": (IDLE, GpuFacts(name="H100", total_bytes=80 * GIB, used_bytes=30 * GIB))},
+        "30.0 GiB",
+    ),
     ("driver", "fail", {"torch": {"cuda": "13.0"}}, "CUDA 13.0"),
     ("torch", "fail", {"torch": Torch(error="libcudart.so.13: cannot open")}, "libcudart"),
     ("torch", "fail", {"torch": {"version": "2.4.1"}}, "too old"),

@@ -3,14 +3,14 @@
 import pytest
 from doctor.collectives import call
 
-from shardwise.doctor.guard.mismatch import Comparison
+from shardwise.doctor.guard.mismatch import CallComparison
 from shardwise.runs.calls import GroupKey
 
 PAIR = GroupKey("0", 0, (0, 1))
 
 
 def compare(*by_rank, last=True):
-    comparison = Comparison()
+    comparison = CallComparison()
     for rank, calls in enumerate(by_rank):
         comparison.feed(rank, calls)
     return comparison.findings(last=last)
@@ -67,7 +67,7 @@ def test_a_send_fits_a_receive_of_its_size_and_no_other():
 
 
 def test_a_difference_is_told_once_and_its_consequences_are_not():
-    comparison = Comparison()
+    comparison = CallComparison()
     for number, match in enumerate(["sum float32*4", "max float32*4", "min float32*4"]):
         comparison.feed(0, [call(number, group=PAIR)])
         comparison.feed(1, [call(number, group=PAIR, match=match)])
@@ -78,7 +78,7 @@ def test_a_difference_is_told_once_and_its_consequences_are_not():
 
 
 def test_a_difference_waits_one_look_for_members_that_have_not_come_yet():
-    comparison = Comparison()
+    comparison = CallComparison()
     group = GroupKey("0", 0, (0, 1, 2))
     comparison.feed(0, [call(3, group=group)])
     comparison.feed(1, [call(3, group=group, match="max float32*4")])

@@ -18,16 +18,16 @@ from shardwise.doctor.network.advice import (
     launch_lines,
 )
 from shardwise.doctor.network.facts import (
-    Clock,
+    HostClock,
     HostFacts,
-    Interface,
+    HostInterface,
     LinkFacts,
     Lookups,
     NetFacts,
     PathFacts,
     PortFacts,
     Problem,
-    Reached,
+    ReachedHost,
     Road,
     StorageFacts,
 )
@@ -44,7 +44,7 @@ def changed(value, **fields):
 
 
 def host(name, *, mtu=1500, **versions):
-    interface = Interface("eth0", ADDRESS[name], "255.255.255.0", mtu)
+    interface = HostInterface("eth0", ADDRESS[name], "255.255.255.0", mtu)
     return HostFacts(f"{name}.local", "/usr/bin/python3", {**VERSIONS, **versions}, (interface,), ("/runs",))
 
 
@@ -57,8 +57,8 @@ def healthy():
         hosts=HOSTS,
         facts={name: host(name) for name in HOSTS},
         lookups=dict.fromkeys(HOSTS, lookups),
-        clocks={name: Clock(2.0 + 1e-4 * number, 1e-3) for number, name in enumerate(HOSTS)},
-        reached=tuple(Reached(source=one, target=other, address=ADDRESS[other]) for one, other in PAIRS),
+        clocks={name: HostClock(2.0 + 1e-4 * number, 1e-3) for number, name in enumerate(HOSTS)},
+        reached=tuple(ReachedHost(source=one, target=other, address=ADDRESS[other]) for one, other in PAIRS),
         road=Road("network", "10.0.0.0/24", ADDRESS),
         port=PortFacts(host="a", address="10.0.0.1", port=29500),
         links=tuple(link(one, other) for one, other in PAIRS),
@@ -100,7 +100,7 @@ def stored(found, **fields):
 
 
 def clock_of(found, name, offset_s, error_s=1e-3):
-    return changed(found, clocks={**found.clocks, name: Clock(offset_s, error_s)})
+    return changed(found, clocks={**found.clocks, name: HostClock(offset_s, error_s)})
 
 
 OTHER_NAME = {"b.local": ("127.0.1.1",), "a.local": ("10.0.0.1",), "c.local": ("10.0.0.3",)}
@@ -369,7 +369,7 @@ def test_there_is_no_launch_line_for_hosts_of_which_no_two_are_good():
 
 
 def test_interfaces_of_different_names_are_told_by_host():
-    other = changed(host("b"), interfaces=(Interface("ens3", "10.0.0.2", "255.255.255.0", 1500),))
+    other = changed(host("b"), interfaces=(HostInterface("ens3", "10.0.0.2", "255.255.255.0", 1500),))
     note = launch_lines(with_host(healthy(), "b", other), TYPED)[1]
     assert "on a: GLOO_SOCKET_IFNAME=eth0" in note
     assert "on b: GLOO_SOCKET_IFNAME=ens3" in note

@@ -4,18 +4,27 @@ from itertools import combinations
 
 import pytest
 
-from shardwise.doctor.network.facts import HostFacts, Interface, Reached, choose_road, culprits, cut_pairs, roads, turns
+from shardwise.doctor.network.facts import (
+    HostFacts,
+    HostInterface,
+    ReachedHost,
+    choose_road,
+    culprits,
+    cut_pairs,
+    roads,
+    turns,
+)
 
 
 def host(**addresses):
-    interfaces = tuple(Interface(name, address, "255.255.255.0", 1500) for name, address in addresses.items())
+    interfaces = tuple(HostInterface(name, address, "255.255.255.0", 1500) for name, address in addresses.items())
     return HostFacts("name", "python", {}, interfaces)
 
 
 def all_reach(facts, refused=()):
     """Everybody comes to every address, but for those of `refused`."""
     return [
-        Reached(source=one, target=other, address=address, refusal="cut" if address in refused else "")
+        ReachedHost(source=one, target=other, address=address, refusal="cut" if address in refused else "")
         for one in facts
         for other in facts
         if one != other

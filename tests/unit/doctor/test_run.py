@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from refusals import refuses
-from shardwise.doctor.guard.hang import Progress, RankStatus, Wait
+from shardwise.doctor.guard.hang import RankProgress, RankStatus, Wait
 from shardwise.doctor.run.cause import place_of
 from shardwise.doctor.run.explain import check_going, check_lost, explain, next_commands, tell
 from shardwise.doctor.run.facts import Event, RunFacts, read_run
@@ -258,7 +258,7 @@ def in_call(rank, sequence, *, for_s=0.0, quiet_s=60.0):
     """A rank that has issued `sequence` calls, and waits in the last for so long."""
     call = Call(WORLD, sequence, Operation("all_reduce", "", "", ""), "train.py:88", 1.0, 1.0, 0.0, backward=False)
     waits = (Wait(call=call, for_s=for_s),) if for_s else ()
-    progress = (Progress(group=WORLD, channel="", sequence=sequence),)
+    progress = (RankProgress(group=WORLD, channel="", sequence=sequence),)
     return RankStatus(rank=rank, waits=waits, progress=progress, newest=call, quiet_s=quiet_s)
 
 

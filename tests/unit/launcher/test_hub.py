@@ -9,8 +9,19 @@ import pytest
 from refusals import refuses
 from shardwise.launcher.nodes.hub import start_hub
 from shardwise.launcher.nodes.link import _be_welcomed, join_hub
-from shardwise.launcher.nodes.membership import Limits
-from shardwise.launcher.nodes.messages import Admit, Ended, FromHub, Hello, Leaving, Meet, Met, Opened, Over, Ready
+from shardwise.launcher.nodes.membership import NodeLimits
+from shardwise.launcher.nodes.messages import (
+    Admit,
+    FromHub,
+    Hello,
+    Leaving,
+    Meet,
+    Met,
+    NodeEnded,
+    NodeReady,
+    Opened,
+    Over,
+)
 from shardwise.launcher.nodes.network import listen
 from shardwise.launcher.nodes.wire import PROTOCOL, Challenge, Wire
 from shardwise.launcher.policy import RankExit
@@ -23,7 +34,9 @@ def port():
     """A hub for two nodes; its port."""
     with listen("127.0.0.1", 0) as listener:
         number = listener.getsockname()[1]
-        hub = start_hub(listener, "secret", Limits(least=2, most=2, join_s=60), facts=FACTS, host="a", run="/run/of/a")
+        hub = start_hub(
+            listener, "secret", NodeLimits(least=2, most=2, join_s=60), facts=FACTS, host="a", run="/run/of/a"
+        )
     yield number
     hub.end()
 
@@ -47,11 +60,11 @@ def test_two_nodes_are_told_to_meet_and_hear_how_it_ended(port):
     a, b = join(port), join(port, "b")
     assert (a.node, b.node, b.run) == (0, 1, "/run/of/a")
     a.send(Opened(0, 4000))
-    b.send(Ready())
+    b.send(NodeReady())
     assert heard(a, Meet) == heard(b, Meet)
     for link in (a, b):
         link.send(Met(0, (0, 1)))
-        link.send(Ended(0, (RankExit(rank=link.node, returncode=0, at=0.0),)))
+        link.send(NodeEnded(0, (RankExit(rank=link.node, returncode=0, at=0.0),)))
     assert heard(a, Over) == heard(b, Over) == Over()
     a.close()
     b.close()
@@ -89,14 +102,14 @@ def test_one_that_does_not_belong_is_refused(port, options, refusal):
 
 def test_node_that_hangs_up_is_missed_at_once(port):
     a, b = join(port), join(port, "b")
-    b.send(Ready())
+    b.send(NodeReady())
     a.send(Opened(0, 4000))
     heard(b, Meet)
     for link in (a, b):
         link.send(Met(0, (0, 1)))
     time.sleep(1)  # for the hub to hear of both, which shows nowhere
     b.close()
-    a.send(Ended(0, (RankExit(rank=0, returncode=-15, stopped=True, at=0.0),)))
+    a.send(NodeEnded(0, (RankExit(rank=0, returncode=-15, stopped=True, at=0.0),)))
     assert heard(a, Over).lost.startswith("node 1 (b) is lost: its connection closed")
     a.close()
 
@@ -122,7 +135,7 @@ def test_a_flood_of_half_open_connections_keeps_no_node_out_and_loses_none(port)
         flood = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(600)]
         b = join(port, "b")
         a.send(Opened(0, 4000))
-        b.send(Ready())
+        b.send(NodeReady())
         assert heard(a, Meet) == heard(b, Meet)
         flood[0].settimeout(60)
         while flood[0].recv(4096):  # the oldest is closed in favour of those that came later
@@ -135,7 +148,7 @@ def test_a_flood_of_half_open_connections_keeps_no_node_out_and_loses_none(port)
 def test_node_0_hears_the_addresses_of_all_nodes_before_they_are_sent_to_its_store(port):
     a, b = join(port), join(port, "b")
     a.send(Opened(0, 4000))
-    b.send(Ready())
+    b.send(NodeReady())
     first, *_, last = until(a, Meet)
     assert (first, type(last)) == (Admit(("127.0.0.1",)), Meet)
     assert not any(isinstance(message, Admit) for message in until(b, Meet))

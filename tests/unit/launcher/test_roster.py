@@ -6,19 +6,19 @@ import pytest
 from doctor.collectives import call
 
 from shardwise.launcher.local.supervise import SETTLE_S
-from shardwise.launcher.nodes.membership import Limits
+from shardwise.launcher.nodes.membership import NodeLimits
 from shardwise.launcher.nodes.messages import (
     Again,
-    Ended,
     Failing,
     Hello,
     Leaving,
     Meet,
     Met,
+    NodeEnded,
+    NodeReady,
     Note,
     Opened,
     Over,
-    Ready,
     Refused,
     Stop,
     Welcome,
@@ -36,14 +36,14 @@ class Run:
 
     def __init__(self, least, most, **limits):
         self.now = 0.0
-        self.roster = Roster(Limits(least=least, most=most, **limits), facts=FACTS, host="a", run="/run", now=0.0)
+        self.roster = Roster(NodeLimits(least=least, most=most, **limits), facts=FACTS, host="a", run="/run", now=0.0)
         self.told = {}
 
     def join(self, host, node_rank=None, **facts):
         hello = Hello(host, node_rank, {**FACTS, **facts}, is_host=host == "a")
         node = self.roster.join(hello)
         if node != 0 and not isinstance(node, Refused):
-            self.roster.hear(node, Ready(), self.now)
+            self.roster.hear(node, NodeReady(), self.now)
         return node
 
     def hear(self, node, message):
@@ -79,7 +79,7 @@ def running(least, most, count, **limits):
 
 
 def end(run, node, round_, *exits, lost=""):
-    run.hear(node, Ended(round_, exits, lost))
+    run.hear(node, NodeEnded(round_, exits, lost))
 
 
 def test_nodes_are_welcomed_in_any_order_and_meet_when_the_store_is_open():
@@ -327,7 +327,7 @@ def test_words_about_an_earlier_round_are_too_late():
 def test_a_verdict_that_stopped_the_ranks_is_a_failure_that_restarts_or_ends_the_run():
     run = running(2, 2, 2, max_restarts=1)
     for round_ in (0, 1):
-        run.hear(0, Ended(round_, (exit_of(0, -15, stopped=True),), "rank 1 sleeps", by_verdict=True))
+        run.hear(0, NodeEnded(round_, (exit_of(0, -15, stopped=True),), "rank 1 sleeps", by_verdict=True))
         assert set(run.took(Stop)) <= {1}
         end(run, 1, round_, exit_of(1, -9, stopped=True))
         if round_ == 0:

@@ -3,7 +3,7 @@
 import pytest
 from monitor.synthetic import empty_run, record
 
-from shardwise.monitor.ranks import Ranks, RankStatus, byte_words, lag_s, time_words
+from shardwise.monitor.ranks import RankRow, RankTable, byte_words, lag_s, time_words
 from shardwise.monitor.terminal import fold_ranks
 from shardwise.runs.console import rank_spans
 from shardwise.runs.recorder import Mark
@@ -39,7 +39,7 @@ def test_rank_that_waits_for_its_data_is_behind_those_that_do_not(tmp_path):
     run = empty_run(tmp_path / "run")
     for rank in range(4):
         record(run, rank, step=7, late=rank == 2)
-    ranks = Ranks(run)
+    ranks = RankTable(run)
     ranks.refresh(range(4), lambda *_: None)
     found = [ranks.status(rank, {}, None, now=ranks.newest + 2.0, state="running") for rank in range(4)]
     assert [rank.phase for rank in found] == ["backward", "backward", "data", "backward"]
@@ -49,7 +49,7 @@ def test_rank_that_waits_for_its_data_is_behind_those_that_do_not(tmp_path):
 
 
 def status(rank, **fields):
-    return RankStatus(rank=rank, **{"phase": "backward", "step": 9, "lag_s": 0.0, "lag_steps": 0, **fields})
+    return RankRow(rank=rank, **{"phase": "backward", "step": 9, "lag_s": 0.0, "lag_steps": 0, **fields})
 
 
 def test_ranks_that_fit_have_a_row_each():

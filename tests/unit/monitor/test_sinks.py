@@ -15,7 +15,7 @@ from monitor.synthetic import attempt_event, empty_run, start_event, steps_event
 
 from refusals import refuses
 from shardwise.errors import ShardwiseError
-from shardwise.monitor.sink_feed import Feed, describe_run
+from shardwise.monitor.sink_feed import TrackerFeed, describe_run
 from shardwise.monitor.sinks import SinkSpec, hold_state, mirror, parse_sink
 from shardwise.runs import RunDirectory
 
@@ -65,7 +65,7 @@ def finish(run):
 
 
 def told(run, known=None):
-    feed = Feed(run, known or {})
+    feed = TrackerFeed(run, known or {})
     points = []
     while new := feed.read():
         points += new

@@ -15,7 +15,7 @@ from shardwise.job import losses, refer
 from shardwise.parallel.fused_loss import DeferredLogits, fuse_head
 from shardwise.parallel.support import require_supported
 from shardwise.parity import verify
-from shardwise.planner.settle import Device, settle
+from shardwise.planner.settle import LocalDevice, settle
 from shardwise.testing import run_ranks
 from shardwise.training.evaluate import evaluate
 from shardwise.training.preflight import check_model
@@ -82,7 +82,7 @@ def job_of(**changes):
 
 
 def settled(name, overrides, *, world_size=1):
-    return settle(name, batch_size=8, world_size=world_size, device=Device(), overrides=overrides)
+    return settle(name, batch_size=8, world_size=world_size, device=LocalDevice(), overrides=overrides)
 
 
 @pytest.mark.parametrize("fused", ["true", "false"])

@@ -10,7 +10,7 @@ from torch import nn
 import shardwise as sw
 from refusals import refuses
 from shardwise.data.cursor import Places
-from shardwise.parallel.keyed_draws import KeyedDraws, Moment
+from shardwise.parallel.keyed_draws import DrawContext, KeyedDraws
 from shardwise.parallel.keyed_masks import KeyedDropout, key_dropouts, keyed_mask
 from shardwise.plans import Pipeline, Precision
 from shardwise.testing import run_ranks
@@ -322,7 +322,7 @@ def test_a_draw_that_belongs_to_no_sample_is_refused_in_the_first_step_by_name(p
 
 def drawn(operation, rows, seed=0):
     draws = KeyedDraws()
-    with draws.intercepting(Moment(keys(*range(rows), seed=seed), Counter(), ("layer",))):
+    with draws.intercepting(DrawContext(keys(*range(rows), seed=seed), Counter(), ("layer",))):
         return operation()
 
 

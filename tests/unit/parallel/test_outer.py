@@ -14,7 +14,7 @@ from refusals import refuses
 from shardwise.checkpoint import read_manifest
 from shardwise.parallel.support import require_supported
 from shardwise.parity.plans import changed_numbers, settle_plan
-from shardwise.planner.settle import Device, settle
+from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Precision
 from shardwise.runs import EventLog
 from shardwise.runs.directory import Keep
@@ -49,7 +49,7 @@ def make_job(**changes):
 
 def plan_for(world, name, **options):
     overrides = {f"communication.{key}": str(value) for key, value in options.items()}
-    plan = settle(name, batch_size=8, world_size=world.size, device=Device(), overrides=overrides)
+    plan = settle(name, batch_size=8, world_size=world.size, device=LocalDevice(), overrides=overrides)
     return dataclasses.replace(plan, precision=FP64)
 
 
@@ -274,7 +274,7 @@ REFUSED = [
 def test_what_replicas_cannot_do_on_their_own_is_refused(name, overrides, refusal):
     overrides = {**overrides, "communication.sync_every": "3"}
     with refuses(*refusal):
-        require_supported(settle(name, batch_size=16, world_size=4, device=Device(), overrides=overrides))
+        require_supported(settle(name, batch_size=16, world_size=4, device=LocalDevice(), overrides=overrides))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch import nn
 import shardwise as sw
 from refusals import refuses
 from shardwise.parallel import blueprint as blueprint_module
-from shardwise.parallel.apply import Place, lay_out
+from shardwise.parallel.apply import MeshContext, lay_out
 from shardwise.parallel.blueprint import job_blueprint
 from shardwise.parallel.skeleton import draw, skeleton
 from shardwise.parallel.weights import BuiltWeights, DrawnWeights, StreamedWeights
@@ -42,7 +42,7 @@ class Redrawn(nn.Module):
 
 def built(make_model, *, weights=None, seed=0):
     blueprint = job_blueprint(make_model, seed=seed, weights=weights, rank=0, size=1, double=False)
-    place = Place(device=torch.device("cpu"), layout=sw.Layout(), rank=0, mesh=None, readers=None)
+    place = MeshContext(device=torch.device("cpu"), layout=sw.Layout(), rank=0, mesh=None, readers=None)
     return lay_out(blueprint.module, Plan(), place, blueprint), blueprint.weights
 
 
@@ -164,7 +164,9 @@ def test_only_rank_0_builds_a_model_that_is_too_large_for_every_rank(monkeypatch
             return model
 
         blueprint = job_blueprint(make_model, seed=0, weights=None, rank=world.rank, size=world.size, double=False)
-        place = Place(device=world.device, layout=sw.Layout(replicate=2), rank=world.rank, mesh=None, readers=None)
+        place = MeshContext(
+            device=world.device, layout=sw.Layout(replicate=2), rank=world.rank, mesh=None, readers=None
+        )
         module = lay_out(blueprint.module, Plan.preset("ddp", 2), place, blueprint)
         return any(built_here), module.scale.detach(), module.table
 

@@ -7,7 +7,7 @@ from shardwise.layout import Layout
 from shardwise.parity.bands import rounding_gaps
 from shardwise.parity.bench import Record
 from shardwise.parity.capture import Traced, grads_file, values_file
-from shardwise.planner.settle import Device, settle
+from shardwise.planner.settle import LocalDevice, settle
 
 RIGHT = (1.0, 0.0)
 ROUNDED = (1.0, 0.02)
@@ -34,7 +34,7 @@ def record(folder, *gradients):
 def test_the_limit_of_a_norm_follows_the_distance_of_gradients_and_widens_after_the_first_step(
     tmp_path, spec, scale, steps_beyond
 ):
-    plan = settle(spec, batch_size=8, world_size=2, device=Device(), overrides={"precision": "bf16"})
+    plan = settle(spec, batch_size=8, world_size=2, device=LocalDevice(), overrides={"precision": "bf16"})
     found, right = (scale, 0.0), record(tmp_path / "right", RIGHT, RIGHT)
     lower, observed = record(tmp_path / "lower", ROUNDED, ROUNDED), record(tmp_path / "plan", found, found)
     gaps = rounding_gaps(observed, right, lower, plan)

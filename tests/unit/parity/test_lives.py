@@ -6,7 +6,7 @@ import math
 import pytest
 
 from shardwise.layout import Layout
-from shardwise.parity.lives import Life, Seen, find_parting, loss_gaps, name_values
+from shardwise.parity.lives import Life, SeenSamples, find_parting, loss_gaps, name_values
 from shardwise.parity.report import Gap
 
 STEPS = 6
@@ -15,7 +15,7 @@ STEPS = 6
 def seen(step, rank=0, ranks=2, **changes):
     rows = tuple(f"row {number}" for number in range(4 * step, 4 * step + 4) if number % ranks == rank)
     fields = {"loss": (1 + step) / ranks, "rows": rows, "rate": 0.1 * (step + 1), "draw": step + rank / 10}
-    return Seen(step=step, **{**fields, **changes})
+    return SeenSamples(step=step, **{**fields, **changes})
 
 
 def life(begins=0, stop=STEPS, ranks=2, changes=None, **fields):

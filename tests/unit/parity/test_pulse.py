@@ -9,7 +9,7 @@ import pytest
 from shardwise.errors import RankFailedError
 from shardwise.launcher.local.function import run_forked
 from shardwise.parity.ranks import PauseLimit, Pulse, pause_limit, read_stuck, watched
-from shardwise.planner.settle import Device, settle
+from shardwise.planner.settle import LocalDevice, settle
 
 LIMIT = PauseLimit(usual_s=0.5, first_s=60.0)
 SHORT = PauseLimit(usual_s=1.0)
@@ -39,7 +39,7 @@ def burn(core, seconds):
 def limit_of(plan):
     spec, _, setting = plan.partition("+")
     overrides = dict([setting.split("=")]) if setting else {}
-    settled = settle(spec, batch_size=8, world_size=2, device=Device(), overrides=overrides)
+    settled = settle(spec, batch_size=8, world_size=2, device=LocalDevice(), overrides=overrides)
     return pause_limit(settled, 0.01, 600.0)
 
 

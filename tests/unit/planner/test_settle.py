@@ -3,13 +3,13 @@ from dataclasses import replace
 import pytest
 
 from refusals import refuses
-from shardwise.planner.settle import Device, settle
+from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Plan
 from shardwise.plans.batch import BatchSplit, refit_batch, split_batch
 from shardwise.plans.toml import plan_to_toml
 
-H200 = Device(kind="cuda", has_bf16=True, name="H200")
-V100 = Device(kind="cuda", has_bf16=False, name="V100")
+H200 = LocalDevice(kind="cuda", has_bf16=True, name="H200")
+V100 = LocalDevice(kind="cuda", has_bf16=False, name="V100")
 
 
 def settled(spec="auto", *, batch_size=12, world_size=2, device=None, choose=None, **overrides):
@@ -17,7 +17,7 @@ def settled(spec="auto", *, batch_size=12, world_size=2, device=None, choose=Non
         spec,
         batch_size=batch_size,
         world_size=world_size,
-        device=device or Device(),
+        device=device or LocalDevice(),
         overrides=overrides,
         choose=choose,
     )
@@ -52,7 +52,7 @@ def test_a_searched_plan_gives_way_to_the_command_line():
     assert plan.source("recompute") == "--set"
 
 
-@pytest.mark.parametrize(("device", "compute"), [(Device(), "fp32"), (H200, "bf16"), (V100, "fp16")])
+@pytest.mark.parametrize(("device", "compute"), [(LocalDevice(), "fp32"), (H200, "bf16"), (V100, "fp16")])
 def test_precision_follows_the_device_with_its_reason(device, compute):
     plan = settled(device=device)
     assert plan.precision.compute == compute

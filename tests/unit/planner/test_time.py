@@ -6,7 +6,7 @@ from shardwise.hardware.calibration import default_calibration, measured
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.layout import Layout
 from shardwise.planner.cost.compute import Assumptions
-from shardwise.planner.cost.events import Unit, backward_tasks, bucket_reduces, forward_tasks, run_pass
+from shardwise.planner.cost.events import WorkUnit, backward_tasks, bucket_reduces, forward_tasks, run_pass
 from shardwise.planner.cost.memory import predict_memory
 from shardwise.planner.cost.time import predict_time
 from shardwise.planner.model.decoder_parts import decoder_shape, published
@@ -91,7 +91,7 @@ def test_steps_that_constants_were_set_from_stay_within_a_tenth(config, length, 
 
 
 def test_gathers_hide_behind_compute_but_for_the_first():
-    units = [Unit("block", forward=3.0, backward=6.0, gather=1.0, gather_again=1.0, reduce=2.0)] * 4
+    units = [WorkUnit("block", forward=3.0, backward=6.0, gather=1.0, gather_again=1.0, reduce=2.0)] * 4
     forward = run_pass(forward_tasks(units, prefetch=1, gathers=True))
     assert forward.seconds == 1 + 4 * 3
     assert (forward.exposed, forward.hidden) == (1, 3)
@@ -100,18 +100,18 @@ def test_gathers_hide_behind_compute_but_for_the_first():
 
 
 def test_slow_gathers_set_the_pace():
-    units = [Unit("block", forward=1.0, backward=2.0, gather=5.0)] * 4
+    units = [WorkUnit("block", forward=1.0, backward=2.0, gather=5.0)] * 4
     assert run_pass(forward_tasks(units, prefetch=1, gathers=True)).seconds == 4 * 5 + 1
 
 
 def test_prefetching_more_blocks_helps_where_gathers_are_uneven():
-    units = [Unit("block", forward=2.0, backward=4.0, gather=gather) for gather in (1.0, 1.0, 1.0, 5.0)]
+    units = [WorkUnit("block", forward=2.0, backward=4.0, gather=gather) for gather in (1.0, 1.0, 1.0, 5.0)]
     one, two = (run_pass(forward_tasks(units, prefetch=depth, gathers=True)).seconds for depth in (1, 2))
     assert two < one
 
 
 def test_without_sums_a_backward_is_compute_alone():
-    units = [Unit("block", forward=1.0, backward=2.0, reduce=9.0)] * 4
+    units = [WorkUnit("block", forward=1.0, backward=2.0, reduce=9.0)] * 4
     assert run_pass(backward_tasks(units, prefetch=1, gathers=False, reduces=False)).seconds == 8
 
 

@@ -18,7 +18,7 @@ from shardwise.planner.cost.memory import predict_memory
 from shardwise.planner.search.search import Question, search
 from shardwise.planner.search.subject import job_subject
 from shardwise.planner.trace.allowed import context_degrees, head_of
-from shardwise.planner.trace.rehearsal import Subject
+from shardwise.planner.trace.rehearsal import TracedModel
 from shardwise.planner.trace.trace import describe, trace
 from shardwise.planner.trace.trace import described as described_in
 from shardwise.plans import Communication, Offload, Plan, Precision
@@ -134,7 +134,7 @@ def test_a_model_that_reads_what_it_computed_is_refused():
 def test_a_frozen_model_is_refused_as_train_refuses_it():
     job = dataclasses.replace(decoder_job(), model=lambda: torch.nn.Linear(2, 2).requires_grad_(False))
     with refuses("model.no-trainable-parameter"):
-        Subject.of(job, "fp32", gathered=False)
+        TracedModel.of(job, "fp32", gathered=False)
 
 
 def test_batch_norms_tie_samples_together():
@@ -220,7 +220,7 @@ UNFUSED = {
     ids=["plain", *UNFUSED],
 )
 def test_a_loss_that_does_more_with_its_logits_is_not_fused(total, fuses):
-    subject = Subject.of(dataclasses.replace(decoder_job(), loss=sw.Loss(sum=total)), "fp32", gathered=False)
+    subject = TracedModel.of(dataclasses.replace(decoder_job(), loss=sw.Loss(sum=total)), "fp32", gathered=False)
     assert (head_of(subject) is not None) == fuses
 
 
@@ -255,7 +255,7 @@ def llama_job(**parts):
     ids=["labels one on", "mask of nothing", "padding", "labels of another length"],
 )
 def test_sequences_are_cut_where_the_feed_can_cut_them(parts, degrees):
-    subject = Subject.of(llama_job(**parts), "fp32", gathered=False)
+    subject = TracedModel.of(llama_job(**parts), "fp32", gathered=False)
     assert context_degrees(subject, 4) == degrees
 
 

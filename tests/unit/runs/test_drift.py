@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.runs.drift import Cause, Copies, Drift, Evidence, decide, first_unequal
+from shardwise.runs.drift import Cause, Copies, Drift, DriftEvidence, decide, first_unequal
 
 
 def copies(*prints, name="weight"):
@@ -26,17 +26,20 @@ def test_the_first_tensor_is_named_and_the_others_are_counted_once():
 
 
 EVIDENCE = {
-    "start": (Evidence(at_start=True), Cause.START),
-    "settings": (Evidence(gradients_equal=True, settings_equal=False), Cause.SETTINGS),
-    "not summed": (Evidence(gradients_equal=False), Cause.BATCHES),
-    "not summed, and shaky": (Evidence(gradients_equal=False, unsteady_gradient=frozenset({0})), Cause.BATCHES),
-    "shaky": (Evidence(gradients_equal=False, same_samples=True, unsteady_gradient=frozenset({0})), Cause.OPERATION),
-    "steady": (Evidence(gradients_equal=False, same_samples=True, is_step_cleared=True), Cause.OUTSIDE),
-    "shaky update": (Evidence(gradients_equal=True, unsteady_update=frozenset({1})), Cause.UPDATE),
-    "shaky buffer": (Evidence(unsteady_update=frozenset({1})), Cause.OPERATION),
-    "buffer": (Evidence(is_step_cleared=True), Cause.BUFFER),
-    "elsewhere": (Evidence(gradients_equal=True, is_step_cleared=True), Cause.OUTSIDE),
-    "nobody knows": (Evidence(gradients_equal=True), Cause.UNKNOWN),
+    "start": (DriftEvidence(at_start=True), Cause.START),
+    "settings": (DriftEvidence(gradients_equal=True, settings_equal=False), Cause.SETTINGS),
+    "not summed": (DriftEvidence(gradients_equal=False), Cause.BATCHES),
+    "not summed, and shaky": (DriftEvidence(gradients_equal=False, unsteady_gradient=frozenset({0})), Cause.BATCHES),
+    "shaky": (
+        DriftEvidence(gradients_equal=False, same_samples=True, unsteady_gradient=frozenset({0})),
+        Cause.OPERATION,
+    ),
+    "steady": (DriftEvidence(gradients_equal=False, same_samples=True, is_step_cleared=True), Cause.OUTSIDE),
+    "shaky update": (DriftEvidence(gradients_equal=True, unsteady_update=frozenset({1})), Cause.UPDATE),
+    "shaky buffer": (DriftEvidence(unsteady_update=frozenset({1})), Cause.OPERATION),
+    "buffer": (DriftEvidence(is_step_cleared=True), Cause.BUFFER),
+    "elsewhere": (DriftEvidence(gradients_equal=True, is_step_cleared=True), Cause.OUTSIDE),
+    "nobody knows": (DriftEvidence(gradients_equal=True), Cause.UNKNOWN),
 }
 
 

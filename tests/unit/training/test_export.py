@@ -7,7 +7,7 @@ import shardwise as sw
 from env.small_disk import needs_small_disk, on_small_disk
 from refusals import refuses
 from shardwise.checkpoint import CheckpointError
-from shardwise.planner.settle import Device, settle
+from shardwise.planner.settle import LocalDevice, settle
 from shardwise.testing import run_ranks
 from shardwise.training.evaluate import export
 
@@ -25,7 +25,7 @@ def make_job():
 
 def exporting(world, preset, path):
     job = make_job()
-    plan = settle(preset, batch_size=8, world_size=world.size, device=Device())
+    plan = settle(preset, batch_size=8, world_size=world.size, device=LocalDevice())
     step = sw.build_step(job, plan, world)
     for batch in step.feed:
         step(batch)

@@ -9,7 +9,7 @@ from training.test_unusual_models import FP64, ROWS, Net, job_of, plain_losses
 
 from refusals import refuses
 from shardwise.errors import InputError
-from shardwise.planner.settle import Device, settle
+from shardwise.planner.settle import LocalDevice, settle
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step
 
@@ -84,7 +84,7 @@ REFUSED = {
 def plan_of(text, size):
     preset, *settings = text.split("+")
     overrides = dict(each.split("=") for each in settings)
-    plan = settle(preset, batch_size=ROWS, world_size=size, device=Device(), overrides=overrides)
+    plan = settle(preset, batch_size=ROWS, world_size=size, device=LocalDevice(), overrides=overrides)
     return dataclasses.replace(plan, precision=FP64)
 
 

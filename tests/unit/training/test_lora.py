@@ -13,7 +13,7 @@ from refusals import refuses
 from shardwise.checkpoint.convert.convert import convert, open_contents
 from shardwise.cli.main import main
 from shardwise.parallel.lora import add_adapters
-from shardwise.planner.settle import Device, settle
+from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Precision
 from shardwise.runs import RunDirectory
 from shardwise.testing import run_ranks
@@ -31,7 +31,7 @@ def make_job(**changes):
 
 
 def plan_of(name, world, **changes):
-    return dataclasses.replace(settle(name, batch_size=8, world_size=world.size, device=Device()), **changes)
+    return dataclasses.replace(settle(name, batch_size=8, world_size=world.size, device=LocalDevice()), **changes)
 
 
 def held(world, name):

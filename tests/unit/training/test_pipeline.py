@@ -14,7 +14,7 @@ from shardwise.data.cursor import Cursor
 from shardwise.data.feed import MicroBatch, StepBatch
 from shardwise.layout import Layout
 from shardwise.models import decoder
-from shardwise.parallel.apply import Place
+from shardwise.parallel.apply import MeshContext
 from shardwise.parallel.gradsync import NoSync
 from shardwise.parallel.optimizer import Optimized
 from shardwise.parallel.recompute import find_blocks, recompute_block
@@ -116,7 +116,7 @@ def on_a_rank(world, *, make, plan, steps, job, prepare, autocast):
         length=Length(num_steps=len(steps), steps_per_epoch=None, source="test"),
     )
     mesh = world.mesh(plan.layout)
-    place = Place(device=world.device, layout=plan.layout, rank=world.rank, mesh=mesh, readers=None)
+    place = MeshContext(device=world.device, layout=plan.layout, rank=world.rank, mesh=mesh, readers=None)
     step = PipelineStep(job, stages, parts, cut=cut, plan=plan, place=place)
     losses = [step(batch).loss_sum.item() for batch in steps]
     measured = step.measure(steps[-1].micro_batches[0], {"loss": job.loss})

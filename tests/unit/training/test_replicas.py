@@ -11,7 +11,7 @@ import shardwise as sw
 from refusals import refuses
 from shardwise.errors import TrainingError
 from shardwise.parallel.gradsync import local
-from shardwise.planner.settle import Device, settle
+from shardwise.planner.settle import LocalDevice, settle
 from shardwise.runs import EventLog
 from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
@@ -23,7 +23,7 @@ def verdicts(world, make_job, plan_name, *, every=1, stop=False, overrides=None)
     """Train and return what was said of replicas, and the last step's loss."""
     job = make_job(world)
     plan = settle(
-        plan_name, batch_size=job.batch_size, world_size=world.size, device=Device(), overrides=overrides or {}
+        plan_name, batch_size=job.batch_size, world_size=world.size, device=LocalDevice(), overrides=overrides or {}
     )
     found = []
     events = EventLog(None, lambda event: found.append(event) if event["kind"] == "verdict" else None)

@@ -15,7 +15,7 @@ from training.sentences import Sentences, sentences_job
 import shardwise as sw
 from refusals import refuses
 from shardwise.checkpoint import CheckpointError, DamagedError, read_manifest
-from shardwise.planner.settle import Device, settle
+from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Precision
 from shardwise.runs import EventLog
 from shardwise.runs.directory import Keep, parse_keep
@@ -45,7 +45,7 @@ make_job = partial(sentences_job, "llama-tiny", steps=STEPS)
 def trained(world, layout, folder=None, *, job=None, precision=FP64, told=False, **saving):
     """Train to the end or to a stop; return the losses by step, on rank 0 the final state, and if asked the notes."""
     job = job or make_job()
-    plan = settle(LAYOUTS[layout][1], batch_size=8, world_size=world.size, device=Device())
+    plan = settle(LAYOUTS[layout][1], batch_size=8, world_size=world.size, device=LocalDevice())
     plan = dataclasses.replace(plan, precision=precision)
     losses, notes = {}, []
 

@@ -8,7 +8,7 @@ from training.sentences import Sentences, sentences_job
 
 import shardwise as sw
 from refusals import refuses
-from shardwise.planner.settle import Device, settle
+from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Precision
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step
@@ -18,7 +18,7 @@ FP64 = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp6
 
 def trained(world, job, name, overrides, precision=FP64):
     """Train; return global losses (shares summed over all ranks), gradient norms and, on rank 0, the final state."""
-    plan = settle(name, batch_size=job.batch_size, world_size=world.size, device=Device(), overrides=overrides)
+    plan = settle(name, batch_size=job.batch_size, world_size=world.size, device=LocalDevice(), overrides=overrides)
     plan = dataclasses.replace(plan, precision=precision)
     step = build_step(job, plan, world)
     reports = [step(batch) for batch in step.feed]
@@ -174,7 +174,7 @@ def test_compressed_gradients_stay_close(compression):
 def test_a_zero1_rank_keeps_its_share_of_the_optimizer_only():
     def body(world):
         job = sentences_job(steps=1)
-        plan = settle("zero1", batch_size=8, world_size=world.size, device=Device())
+        plan = settle("zero1", batch_size=8, world_size=world.size, device=LocalDevice())
         step = build_step(job, plan, world)
         for batch in step.feed:
             step(batch)

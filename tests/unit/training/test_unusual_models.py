@@ -15,7 +15,7 @@ import shardwise as sw
 from refusals import refuses
 from shardwise.errors import InputError
 from shardwise.parallel import blueprint
-from shardwise.planner.settle import Device, settle
+from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Precision
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step
@@ -219,7 +219,7 @@ def _plain_losses(make_model, start):
 def plan_of(name, size):
     preset, _, offload = name.partition("+")
     overrides = {"offload.optimizer": "cpu", "offload.parameters": "cpu"} if offload else {}
-    plan = settle(preset, batch_size=ROWS, world_size=size, device=Device(), overrides=overrides)
+    plan = settle(preset, batch_size=ROWS, world_size=size, device=LocalDevice(), overrides=overrides)
     return dataclasses.replace(plan, precision=FP64)
 
 

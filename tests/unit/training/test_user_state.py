@@ -9,7 +9,7 @@ import shardwise as sw
 from refusals import refuses
 from shardwise.checkpoint import read_manifest
 from shardwise.checkpoint.convert.convert import convert, open_contents
-from shardwise.planner.settle import Device, settle
+from shardwise.planner.settle import LocalDevice, settle
 from shardwise.runs import EventLog
 from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
@@ -87,7 +87,7 @@ def train(world, folder, steps, *, on_step=None, state=None):
     )
     notes = []
     events = EventLog(None, lambda event: notes.append(event.get("text", "")))
-    plan = settle("ddp", batch_size=4, world_size=world.size, device=Device())
+    plan = settle("ddp", batch_size=4, world_size=world.size, device=LocalDevice())
     run_loop(job, plan, world, events, Timeline(), saving_spec=SavingSpec(folder=folder, every=3))
     return "; ".join(notes)
 

@@ -43,7 +43,7 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class SweepRow:
     """One line of the table: columns as nccl-tests names and defines them, and what they do not say."""
 
     collective: str
@@ -91,7 +91,7 @@ class CommMeasurement:
     device: str
     world_size: int
     num_nodes: int
-    rows: tuple[Row, ...]
+    rows: tuple[SweepRow, ...]
     checks: tuple[Check, ...]
     """Of operations and dtypes on little data, what the backend lacks among them."""
     ceilings: dict[str, Ceiling | None]
@@ -108,10 +108,10 @@ class CommMeasurement:
         return sum(row.wrong for row in self.rows) + sum(check.wrong or 0 for check in self.checks)
 
 
-def row_of(timing: Timing, *, collective: str, size: int, ranks: int, **columns: str | int) -> Row:
+def row_of(timing: Timing, *, collective: str, size: int, ranks: int, **columns: str | int) -> SweepRow:
     """Return the line of a timing, with its bandwidths."""
     algorithm, bus = bandwidths(collective, size, timing.median_s, ranks)
-    return Row(
+    return SweepRow(
         collective=collective,
         size=size,
         ranks=ranks,
@@ -179,7 +179,7 @@ _OPTIONAL = {"group": "world", "mode": "sync"}
 """Columns that are not shown while they say nothing else than this."""
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: SweepRow) -> tuple[str, ...]:
     """Return one line's cells, in the order of COLUMNS."""
     times = (f"{number:.1f}" for number in (row.time_us, row.min_us, row.p99_us))
     rates = (f"{number:.2f}" for number in (row.algbw, row.busbw))
@@ -187,16 +187,16 @@ def cells(row: Row) -> tuple[str, ...]:
     return (*words, *times, *rates, str(row.wrong))
 
 
-def shown_columns(rows: Sequence[Row]) -> list[int]:
+def shown_columns(rows: Sequence[SweepRow]) -> list[int]:
     """Return which columns say something about these rows."""
     return [index for index, (name, _, _) in enumerate(COLUMNS) if _is_shown(name, rows)]
 
 
-def _is_shown(name: str, rows: Sequence[Row]) -> bool:
+def _is_shown(name: str, rows: Sequence[SweepRow]) -> bool:
     return name not in _OPTIONAL or any(getattr(row, name) != _OPTIONAL[name] for row in rows)
 
 
-def table_lines(rows: Sequence[Row]) -> list[str]:
+def table_lines(rows: Sequence[SweepRow]) -> list[str]:
     """Return the table for a terminal: names, units, then one line a row."""
     shown = shown_columns(rows)
 
@@ -211,7 +211,7 @@ def table_lines(rows: Sequence[Row]) -> list[str]:
     return [*heads, *(line(cells(row)) for row in rows)]
 
 
-def csv_text(rows: Iterable[Row]) -> str:
+def csv_text(rows: Iterable[SweepRow]) -> str:
     """Return all rows as CSV with a header; units are in the names."""
     names = ("collective", "group", "ranks", "mode", "size_bytes", "count", "type", "redop", "root")
     numbers = ("time_us", "min_us", "p99_us", "algbw_gbs", "busbw_gbs", "wrong", "repeats")
@@ -242,14 +242,14 @@ class Earlier:
     """What is read of the JSON of an earlier run."""
 
     version: int
-    rows: tuple[Row, ...]
+    rows: tuple[SweepRow, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """One measurement of both runs."""
 
-    row: Row
+    row: SweepRow
     earlier_us: float
     ratio: float
     """Of the median times, this run's to the earlier one's."""
@@ -295,7 +295,7 @@ def read_earlier(path: Path) -> Earlier:
     return earlier
 
 
-def compare(rows: Iterable[Row], earlier: Sequence[Row], path: Path) -> list[Change]:
+def compare(rows: Iterable[SweepRow], earlier: Sequence[SweepRow], path: Path) -> list[Change]:
     """Return every measurement that both runs have; none in common is refused."""
     before = {row.key: row for row in earlier}
     changes = [_change(row, before[row.key]) for row in rows if row.key in before]
@@ -308,7 +308,7 @@ def compare(rows: Iterable[Row], earlier: Sequence[Row], path: Path) -> list[Cha
     return changes
 
 
-def _change(row: Row, before: Row) -> Change:
+def _change(row: SweepRow, before: SweepRow) -> Change:
     ratio = row.time_us / before.time_us
     slower = ratio - 1 > max(TOLERATED, row.spread + before.spread)
     return Change(

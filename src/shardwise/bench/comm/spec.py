@@ -21,7 +21,7 @@ _ALIGNED = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class CollectiveKind:
     """What a collective is, as far as its columns are concerned."""
 
     traffic: Literal["twice", "others", "whole", "none"]
@@ -35,15 +35,15 @@ class Kind:
 
 
 KINDS = {
-    "all_reduce": Kind(traffic="twice", reduces=True),
-    "all_gather": Kind(traffic="others", is_cut=True, sends_whole=False),
-    "reduce_scatter": Kind(traffic="others", is_cut=True, receives_whole=False, reduces=True),
-    "broadcast": Kind(traffic="whole", is_rooted=True),
-    "reduce": Kind(traffic="whole", reduces=True, is_rooted=True),
-    "gather": Kind(traffic="others", is_cut=True, sends_whole=False, is_rooted=True),
-    "scatter": Kind(traffic="others", is_cut=True, receives_whole=False, is_rooted=True),
-    "all_to_all": Kind(traffic="others", is_cut=True),
-    "barrier": Kind(traffic="none"),
+    "all_reduce": CollectiveKind(traffic="twice", reduces=True),
+    "all_gather": CollectiveKind(traffic="others", is_cut=True, sends_whole=False),
+    "reduce_scatter": CollectiveKind(traffic="others", is_cut=True, receives_whole=False, reduces=True),
+    "broadcast": CollectiveKind(traffic="whole", is_rooted=True),
+    "reduce": CollectiveKind(traffic="whole", reduces=True, is_rooted=True),
+    "gather": CollectiveKind(traffic="others", is_cut=True, sends_whole=False, is_rooted=True),
+    "scatter": CollectiveKind(traffic="others", is_cut=True, receives_whole=False, is_rooted=True),
+    "all_to_all": CollectiveKind(traffic="others", is_cut=True),
+    "barrier": CollectiveKind(traffic="none"),
 }
 """Name -> kind of all that `bench comm` measures, in the order of its tables."""
 

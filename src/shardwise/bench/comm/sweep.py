@@ -25,7 +25,7 @@ from shardwise.errors import InputError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from shardwise.bench.comm.result import Check, Row
+    from shardwise.bench.comm.result import Check, SweepRow
     from shardwise.bench.comm.spec import CommSpec
     from shardwise.dist import World
     from shardwise.dist.stores import Store
@@ -64,7 +64,7 @@ def sweep(world: World, spec: CommSpec) -> CommMeasurement:
     store = _own_store(world)
     checks = check_all(spec, world, store)
     refuse_missing(spec, checks, world.backend)
-    bench = _Bench(world=world, spec=spec, store=store)
+    bench = _Sweep(world=world, spec=spec, store=store)
     before = {name: find_ceiling(world, groups[0]) for name, groups in kinds.items()}
     bench.run(kinds, checks)
     after = {name: find_ceiling(world, groups[0]) for name, groups in kinds.items()}
@@ -87,13 +87,13 @@ def sweep(world: World, spec: CommSpec) -> CommMeasurement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Bench:
+class _Sweep:
     """One rank's place in a sweep."""
 
     world: World
     spec: CommSpec
     store: Store
-    rows: list[Row] = field(default_factory=list)
+    rows: list[SweepRow] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
     def run(self, kinds: dict[str, tuple[tuple[int, ...], ...]], checks: list[Check]) -> None:

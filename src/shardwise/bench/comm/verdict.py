@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from shardwise.bench.comm.limits import Ceiling
-    from shardwise.bench.comm.result import Change, CommMeasurement, Row
+    from shardwise.bench.comm.result import Change, CommMeasurement, SweepRow
 
     Point = tuple[float, float]
 
@@ -78,7 +78,7 @@ def judge(found: CommMeasurement) -> tuple[SeriesVerdict, ...]:
     return tuple(_judge(alike, found.ceilings.get(alike[0].group)) for alike in series)
 
 
-def _judge(rows: list[Row], ceiling: Ceiling | None) -> SeriesVerdict:
+def _judge(rows: list[SweepRow], ceiling: Ceiling | None) -> SeriesVerdict:
     first = rows[0]
     points = [(float(row.size), row.min_us / 1e6) for row in rows if row.size]
     best = max(row.busbw for row in rows)
@@ -100,7 +100,7 @@ def _judge(rows: list[Row], ceiling: Ceiling | None) -> SeriesVerdict:
     )
 
 
-def _words(rows: list[Row], best: float, ceiling: Ceiling | None) -> tuple[float | None, bool | None, str]:
+def _words(rows: list[SweepRow], best: float, ceiling: Ceiling | None) -> tuple[float | None, bool | None, str]:
     if not rows[-1].size:
         return None, None, f"{rows[0].time_us:.0f} us; there is no bandwidth to judge"
     if rows[0].ranks == 1:
@@ -316,11 +316,11 @@ def _speed(found: CommMeasurement, verdicts: Sequence[SeriesVerdict]) -> Section
     return Section(title="Speed", text=" ".join(words), parts=(bandwidth, *times) if times else ())
 
 
-def _points(rows: Sequence[Row]) -> tuple[tuple[float, float], ...]:
+def _points(rows: Sequence[SweepRow]) -> tuple[tuple[float, float], ...]:
     return tuple((float(row.size), row.time_us) for row in rows)
 
 
-def _fitted(verdict: SeriesVerdict, rows: Sequence[Row]) -> tuple[Series, ...]:
+def _fitted(verdict: SeriesVerdict, rows: Sequence[SweepRow]) -> tuple[Series, ...]:
     if verdict.fit is None:
         return ()
     points = tuple((float(row.size), verdict.fit.seconds(row.size) * 1e6) for row in rows)
@@ -354,7 +354,7 @@ def _checked(found: CommMeasurement) -> Section:
     return Section(title="Checked", text=" ".join(words))
 
 
-def _all_rows(rows: Sequence[Row]) -> Section:
+def _all_rows(rows: Sequence[SweepRow]) -> Section:
     shown = shown_columns(rows)
     header = tuple(" ".join(filter(None, (COLUMNS[index][0], COLUMNS[index][2]))) for index in shown)
     lines = tuple(tuple(cells(row)[index] for index in shown) for row in rows)

@@ -26,7 +26,7 @@ _RAISES = "torch raises ValueError. Give the buffer the input's dtype."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class ExplainedCall:
     """A call to be shown."""
 
     words: str
@@ -183,42 +183,42 @@ def _lists(tensors: list[Tensor]) -> list[Any]:
 
 
 CASES = {
-    "all_reduce": Case(
+    "all_reduce": ExplainedCall(
         words="Every rank ends with the reduction of all ranks' tensors, element by element, in place.",
         call="dist.all_reduce(tensor, op=ReduceOp.{op})",
         run=_all_reduce,
         reduces=True,
         corrected="AVG needs a floating dtype: torch.arange(2) is int64.",
     ),
-    "broadcast": Case(
+    "broadcast": ExplainedCall(
         words="Every rank ends with the tensor of one source rank.",
         call="dist.broadcast(tensor, src=0)",
         run=_broadcast,
         corrected=f"{_WRONG_DTYPE.format(count=4, tensor='torch.tensor([1, 2, 3, 4])')} {_ABORTS}",
     ),
-    "reduce": Case(
+    "reduce": ExplainedCall(
         words="One rank ends with the reduction of all ranks' tensors; what the others hold then is not defined.",
         call="dist.reduce(tensor, dst=0, op=ReduceOp.{op})",
         run=_reduce,
         reduces=True,
     ),
-    "all_gather": Case(
+    "all_gather": ExplainedCall(
         words="Every rank ends with a list of all ranks' tensors.",
         call="dist.all_gather(tensor_list, tensor)",
         run=_all_gather,
         corrected=f"{_WRONG_DTYPE.format(count=2, tensor='torch.arange(2)')} {_RAISES}",
     ),
-    "gather": Case(
+    "gather": ExplainedCall(
         words="One rank ends with a list of all ranks' tensors.",
         call="dist.gather(tensor, tensor_list if rank == 0 else None, dst=0)",
         run=_gather,
     ),
-    "scatter": Case(
+    "scatter": ExplainedCall(
         words="One rank has a list, and every rank ends with its own element of it.",
         call="dist.scatter(tensor, tensor_list if rank == 0 else None, src=0)",
         run=_scatter,
     ),
-    "reduce_scatter": Case(
+    "reduce_scatter": ExplainedCall(
         words="Lists are reduced element by element, and every rank ends with its own element of the result.",
         call="dist.reduce_scatter(output, input_list, op=ReduceOp.{op})",
         run=_reduce_scatter,
@@ -226,17 +226,17 @@ CASES = {
         reduces=True,
         corrected=f"{_WRONG_DTYPE.format(count=2, tensor='torch.tensor([1, 2])')} {_RAISES}",
     ),
-    "all_to_all": Case(
+    "all_to_all": ExplainedCall(
         words="Rank i's element j becomes rank j's element i: the transpose of rows that lie on ranks.",
         call="dist.all_to_all_single(output, tensor)",
         run=_all_to_all,
     ),
-    "barrier": Case(
+    "barrier": ExplainedCall(
         words="Nobody goes on until all have come; no data moves.",
         call="dist.barrier()",
         run=_barrier,
     ),
-    "send": Case(
+    "send": ExplainedCall(
         words="One rank gives a tensor to another; send returns when the tensor may be changed, recv when it is there.",
         call="dist.send(tensor, dst=rank + 1) on even ranks, dist.recv(tensor, src=rank - 1) on odd ones",
         run=_send,
@@ -244,14 +244,14 @@ CASES = {
         least=2,
         corrected=f"{_WRONG_DTYPE.format(count=3, tensor='torch.tensor([1, 2, 3])')} {_ABORTS}",
     ),
-    "isend": Case(
+    "isend": ExplainedCall(
         words="A ring: every rank sends to the next and receives from the one before; nobody waits for its turn.",
         call="work = [dist.isend(tensor, next), dist.irecv(received, previous)]; then wait() for both",
         run=_isend,
         least=2,
         corrected="a ring of blocking sends can hang, as all wait for a receiver; and buffers need the sender's dtype.",
     ),
-    "batch_isend_irecv": Case(
+    "batch_isend_irecv": ExplainedCall(
         words="The same ring as one batch, which NCCL starts together whatever the order.",
         call="dist.batch_isend_irecv([P2POp(dist.isend, tensor, next), P2POp(dist.irecv, received, previous)])",
         run=_batch,

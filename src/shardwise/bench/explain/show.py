@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from shardwise.bench.explain.cases import Case
+    from shardwise.bench.explain.cases import ExplainedCall
     from shardwise.dist import World
 
 DDP = "ddp"
@@ -42,7 +42,7 @@ class Column:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ExplainedPart:
     """Moments that belong side by side."""
 
     columns: tuple[Column, ...]
@@ -57,7 +57,7 @@ class Explanation:
     name: str
     words: str
     call: str
-    parts: tuple[Part, ...]
+    parts: tuple[ExplainedPart, ...]
     corrected: str = ""
 
 
@@ -136,7 +136,7 @@ def shown(value: Any) -> str:
     return value if isinstance(value, str) else f"{value:.4g}"
 
 
-def _explain_call(name: str, case: Case, op: str, held: list[tuple[Any, Any]]) -> Explanation:
+def _explain_call(name: str, case: ExplainedCall, op: str, held: list[tuple[Any, Any]]) -> Explanation:
     before, after = zip(*held, strict=True)
     afters = [shown(value) for value in after]
     if name == "reduce_scatter":
@@ -151,7 +151,7 @@ def _explain_call(name: str, case: Case, op: str, held: list[tuple[Any, Any]]) -
         name=name,
         words=case.words,
         call=case.call.format(op=op),
-        parts=(Part(columns=columns, note=note),),
+        parts=(ExplainedPart(columns=columns, note=note),),
         corrected=case.corrected,
     )
 
@@ -180,7 +180,7 @@ def explain_step(records: list[StepRecord]) -> Explanation:
     same = all(_close(record.gradients, first.alone) for record in records)
     equal = all(record.updated == first.updated for record in records)
     buckets = [
-        Part(
+        ExplainedPart(
             title=f"4. all-reduce of bucket {bucket.index}: {', '.join(bucket.names)}",
             columns=(
                 _column("local", [record.buckets[number].local for record in records]),
@@ -195,22 +195,22 @@ def explain_step(records: list[StepRecord]) -> Explanation:
         words="One step of DistributedDataParallel: the same weights everywhere, another batch on every rank.",
         call="model = DDP(module); loss = model(batch).mean(); loss.backward(); optimizer.step()",
         parts=(
-            Part(
+            ExplainedPart(
                 title="1. construct: rank 0's parameters are broadcast",
                 columns=(
                     _column("as initialised", [_parameters(r.own) for r in records]),
                     _column("after DDP(module)", [_parameters(r.constructed) for r in records]),
                 ),
             ),
-            Part(title="2. forward: each rank its own batch", columns=(_column("", forward),)),
-            Part(
+            ExplainedPart(title="2. forward: each rank its own batch", columns=(_column("", forward),)),
+            ExplainedPart(
                 title="3. backward: gradients of the own batch",
                 columns=(_column("", [_parameters(_local_gradients(r)) for r in records]),),
                 note=f"(the first backward had {first.first_buckets} bucket; from then on buckets follow the order in"
                 " which gradients come, and are sent while backward goes on)",
             ),
             *buckets,
-            Part(
+            ExplainedPart(
                 title=f"5. update: weight - {RATE:g} x averaged gradient",
                 columns=(
                     _column("averaged gradients", [_parameters(r.gradients) for r in records]),

@@ -58,7 +58,7 @@ class PairSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankPlace:
     """Where a rank is."""
 
     host: str
@@ -87,7 +87,7 @@ class PairTiming:
 class Pairs:
     """All ordered pairs of a world's ranks, each measured in every way."""
 
-    places: tuple[Place, ...]
+    places: tuple[RankPlace, ...]
     """By rank."""
     backend: str
     spec: PairSpec
@@ -129,8 +129,8 @@ def measure_world(world: World, spec: PairSpec) -> Pairs:
         )
     if spec.large_bytes is None:
         spec = replace(spec, large_bytes=(16 if world.device.type == "cuda" else 1) << 20)
-    bench = _Bench.of(world, spec)
-    places = tuple(world.gather(Place(host=world.host, node=world.node, device=str(world.device))))
+    bench = _PairBench.of(world, spec)
+    places = tuple(world.gather(RankPlace(host=world.host, node=world.node, device=str(world.device))))
     rounds = tournament(world.size) if spec.together else [[pair] for pair in every_pair(world.size)]
     pairs = Pairs(places=places, backend=world.backend, spec=spec, timings=_measure(bench, rounds, spec.ways))
     suspects: set[tuple[int, int]] = set()
@@ -181,7 +181,7 @@ def _better(first: tuple[PairTiming, ...], again: tuple[PairTiming, ...]) -> lis
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Bench:
+class _PairBench:
     """What a rank measures with: its tensors stay the same for all pairs."""
 
     world: World
@@ -194,7 +194,7 @@ class _Bench:
     """What goes out and what comes in, a row for each message of the window."""
 
     @classmethod
-    def of(cls, world: World, spec: PairSpec) -> _Bench:
+    def of(cls, world: World, spec: PairSpec) -> _PairBench:
         """Communicate over the world, called on every rank, to open a group for words beside what is measured."""
         large_bytes = spec.large_bytes or 1
         _check_memory(world, large_bytes)
@@ -245,7 +245,7 @@ def _check_memory(world: World, large_bytes: int) -> None:
         )
 
 
-def _measure(bench: _Bench, rounds: list[list[tuple[int, int]]], ways: tuple[str, ...]) -> tuple[PairTiming, ...]:
+def _measure(bench: _PairBench, rounds: list[list[tuple[int, int]]], ways: tuple[str, ...]) -> tuple[PairTiming, ...]:
     """Communicate over the world, called on every rank: play the rounds in every way; the same result everywhere."""
     sent: list[PairTiming] = []
     wrong: dict[tuple[str, int, int], int] = {}
@@ -268,7 +268,7 @@ def _measure(bench: _Bench, rounds: list[list[tuple[int, int]]], ways: tuple[str
     )
 
 
-def _lead(bench: _Bench, way: Way, name: str, target: int) -> PairTiming:
+def _lead(bench: _PairBench, way: Way, name: str, target: int) -> PairTiming:
     """Communicate with the target as the source of a pair: echo of a small message, then windows of large ones."""
     out, back = ([message] for message in bench.small)
     window, answer = list(bench.large[0]), [torch.zeros_like(out[0][:1])]
@@ -295,7 +295,7 @@ def _lead(bench: _Bench, way: Way, name: str, target: int) -> PairTiming:
     )
 
 
-def _follow(bench: _Bench, way: Way, source: int) -> int:
+def _follow(bench: _PairBench, way: Way, source: int) -> int:
     """Communicate with the source as the target of a pair, and return how many bytes of its messages were wrong."""
     echo, landed = [bench.small[1]], list(bench.large[1])
     answer = [landed[-1][-1:]]  # of what arrived, so that nothing can answer before it is there
@@ -313,7 +313,7 @@ def _follow(bench: _Bench, way: Way, source: int) -> int:
     return _differing(bench.large[1], source)
 
 
-def _time_turns(bench: _Bench, turn: Callable[[], None], target: int, *, clear: Tensor) -> list[float]:
+def _time_turns(bench: _PairBench, turn: Callable[[], None], target: int, *, clear: Tensor) -> list[float]:
     """Communicate with the target: lead it through blocks of turns, and return the seconds of one turn in each.
 
     What is received is cleared before the last block, so that a look at it sees what that block brought.
@@ -334,7 +334,7 @@ def _time_turns(bench: _Bench, turn: Callable[[], None], target: int, *, clear: 
     return blocks
 
 
-def _take_turns(bench: _Bench, turn: Callable[[], None], source: int, *, clear: Tensor) -> None:
+def _take_turns(bench: _PairBench, turn: Callable[[], None], source: int, *, clear: Tensor) -> None:
     """Communicate with the source: answer as many turns as it says."""
     turn()
     turn()
@@ -350,7 +350,7 @@ def _take_turns(bench: _Bench, turn: Callable[[], None], source: int, *, clear: 
     wait_for(bench.world.device)
 
 
-def _seconds(bench: _Bench, turn: Callable[[], None], times: int) -> float:
+def _seconds(bench: _PairBench, turn: Callable[[], None], times: int) -> float:
     wait_for(bench.world.device)
     began = time.perf_counter()
     for _ in range(times):

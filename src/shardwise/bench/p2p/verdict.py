@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from shardwise.bench.p2p.pairs import Pairs, Place
+    from shardwise.bench.p2p.pairs import Pairs, RankPlace
 
     Costs = Mapping[tuple[int, int], float]
 
@@ -34,7 +34,7 @@ class SlowLink:
     sentence: str
 
 
-def kind_of(places: tuple[Place, ...], pair: tuple[int, int]) -> str:
+def kind_of(places: tuple[RankPlace, ...], pair: tuple[int, int]) -> str:
     """Return whether the two ranks are on one node."""
     source, target = (places[rank].node for rank in pair)
     return SAME_NODE if source == target else ACROSS_NODES

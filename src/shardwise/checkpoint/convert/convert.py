@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Kind:
+class CheckpointFormat:
     """One kind of checkpoint: how to know it, read it and write it."""
 
     words: str
@@ -54,28 +54,28 @@ class Kind:
 
 
 KINDS = {
-    "shardwise": Kind(
+    "shardwise": CheckpointFormat(
         "a checkpoint of ours, a folder of them or a run directory",
         lambda path: bool(find_checkpoints(path)),
         convert_own.read,
         convert_own.write,
         max_held_bytes=BATCH_BYTES,
     ),
-    "dcp": Kind(
+    "dcp": CheckpointFormat(
         "a torch.distributed.checkpoint folder",
         lambda path: (path / METADATA).is_file(),
         convert_dcp.read,
         convert_dcp.write,
         max_held_bytes=None,
     ),
-    "deepspeed": Kind(
+    "deepspeed": CheckpointFormat(
         "a DeepSpeed folder",
         is_deepspeed,
         convert_deepspeed.read,
         deepspeed_universal.write,
         max_held_bytes=BATCH_BYTES,
     ),
-    "peft": Kind(
+    "peft": CheckpointFormat(
         "a folder of adapters as peft has it",
         convert_peft.is_peft,
         convert_peft.read,
@@ -83,7 +83,7 @@ KINDS = {
         max_held_bytes=None,
         holds=only_adapters,
     ),
-    "mlx": Kind(
+    "mlx": CheckpointFormat(
         "a file of MLX weights",
         convert_mlx.is_mlx,
         convert_mlx.read,
@@ -91,7 +91,7 @@ KINDS = {
         max_held_bytes=None,
         holds=convert_mlx.holds,
     ),
-    "hf": Kind(
+    "hf": CheckpointFormat(
         "a Hugging Face folder of safetensors",
         lambda path: path.suffix == ".safetensors" or any(path.glob("*.safetensors")),
         convert_hf.read,
@@ -99,13 +99,15 @@ KINDS = {
         max_held_bytes=convert_hf.MAX_FILE_BYTES,
         holds=Contents.only_weights,
     ),
-    "torch": Kind("a torch file", Path.is_file, convert_torch.read, convert_torch.write, max_held_bytes=None),
+    "torch": CheckpointFormat(
+        "a torch file", Path.is_file, convert_torch.read, convert_torch.write, max_held_bytes=None
+    ),
 }
 """Tried in this order."""
 
 
 @dataclass(frozen=True)
-class Cut:
+class TargetRanks:
     """For how many ranks and at which stage the ZeRO files of a DeepSpeed folder are."""
 
     stage: int
@@ -153,7 +155,7 @@ def convert(
     weights: bool = False,
     step: int | None = None,
     config: Path | None = None,
-    cut: Cut | None = None,
+    cut: TargetRanks | None = None,
     announce: Callable[[int], None] = lambda _: None,
 ) -> ConvertReport:
     """Write the checkpoint at `source` as a new one of kind `to` at `target`, whole or not at all; one process.
@@ -243,7 +245,7 @@ def _check_named_step(target: Path, step: int) -> None:
         )
 
 
-def _cut_kind(kind: Kind, to: str, cut: Cut) -> Kind:
+def _cut_kind(kind: CheckpointFormat, to: str, cut: TargetRanks) -> CheckpointFormat:
     """Return the kind that writes a DeepSpeed folder for `cut`."""
     if to != "deepspeed":
         raise InputError(
@@ -258,7 +260,7 @@ def _cut_kind(kind: Kind, to: str, cut: Cut) -> Kind:
     return dataclasses.replace(kind, write=write)
 
 
-def _publish(contents: Contents, target: Path, kind: Kind, config: Path | None) -> list[str]:
+def _publish(contents: Contents, target: Path, kind: CheckpointFormat, config: Path | None) -> list[str]:
     """Write under another name and rename: what is at `target` is whole."""
     workshop = target.with_name(f".converting-{target.name}-{secrets.token_hex(4)}")
     try:

@@ -20,7 +20,7 @@ from shardwise.checkpoint.convert.deepspeed import (
     model_files,
     shapes_of,
 )
-from shardwise.checkpoint.convert.deepspeed_write import VERSION, Optimized, save
+from shardwise.checkpoint.convert.deepspeed_write import VERSION, DeepSpeedOptimizer, save
 from shardwise.checkpoint.disk import sync_folder, write_synced
 from shardwise.errors import InputError, some_of
 
@@ -55,7 +55,7 @@ def read_universal(folder: Path) -> Source:
 
 def write(contents: Contents, path: Path) -> list[str]:
     """Write a universal checkpoint, one parameter at a time, and return what DeepSpeed would not load from it."""
-    optimized = Optimized.of(contents)
+    optimized = DeepSpeedOptimizer.of(contents)
     tag = f"global_step{contents.step}_universal"
     zero = path / tag / ZERO
     zero.mkdir(parents=True)
@@ -101,7 +101,7 @@ def _is_whole(name: str, model: Mapping[str, Any], flats: Mapping[str, Flat]) ->
     return name not in flats and name not in aliases and (bool(tensor.numel()) or not is_flat(tensor))
 
 
-def _unloaded(optimized: Optimized, others: Mapping[str, Tensor]) -> list[str]:
+def _unloaded(optimized: DeepSpeedOptimizer, others: Mapping[str, Tensor]) -> list[str]:
     """Return what DeepSpeed 0.19 leaves as it is when it loads a universal checkpoint."""
     words = []
     if others:

@@ -33,7 +33,7 @@ _HOW = frozenset({"params", "param_names", "fused", "foreach", "capturable", "di
 
 
 @dataclass(frozen=True)
-class Optimized:
+class DeepSpeedOptimizer:
     """Parameters by group, with the states and settings that each group has."""
 
     contents: Contents
@@ -47,7 +47,7 @@ class Optimized:
     step: float
 
     @classmethod
-    def of(cls, contents: Contents) -> Optimized:
+    def of(cls, contents: Contents) -> DeepSpeedOptimizer:
         """Take the optimizer of a checkpoint apart; one that DeepSpeed could not load is refused."""
         states, groups = contents.states(), contents.groups
         if not states:
@@ -185,7 +185,7 @@ SUB_GROUP = 1_000_000_000
 
 def write_ranks(contents: Contents, path: Path, *, stage: int, num_ranks: int) -> list[str]:
     """Write the files of every rank, one at a time, and return what they cannot hold."""
-    optimized = Optimized.of(contents)
+    optimized = DeepSpeedOptimizer.of(contents)
     tag = f"global_step{contents.step}"
     folder = path / tag
     folder.mkdir(parents=True)
@@ -209,14 +209,14 @@ def host_peak_bytes(contents: Contents, stage: int, num_ranks: int) -> int:
     return rank if stage == 3 else max(rank, sum(weights.values()))
 
 
-def _write_rank(optimized: Optimized, folder: Path, stage: int, rank: int, num_ranks: int) -> None:
+def _write_rank(optimized: DeepSpeedOptimizer, folder: Path, stage: int, rank: int, num_ranks: int) -> None:
     state = _stage_3(optimized, rank, num_ranks) if stage == 3 else _stage_1_2(optimized, rank, num_ranks)
     state |= {"zero_stage": stage, "ds_version": VERSION}
     whole = {"optimizer_state_dict": state, "ds_config": {}, "ds_version": VERSION}
     save(whole, folder / f"zero_pp_rank_{rank}_{OPTIMIZER_STATES}", pickle_module=_PICKLING)
 
 
-def _write_model(optimized: Optimized, folder: Path, num_ranks: int) -> None:
+def _write_model(optimized: DeepSpeedOptimizer, folder: Path, num_ranks: int) -> None:
     """Write all weights in one file, tied ones under all their names."""
     names = [name for group in optimized.names for name in group]
     module = {name: optimized.weights(name) for name in names} | optimized.others()
@@ -224,7 +224,7 @@ def _write_model(optimized: Optimized, folder: Path, num_ranks: int) -> None:
     save(optimized.model_states(_ordered(optimized, module), num_ranks), folder / MODEL_STATES)
 
 
-def _write_model_3(optimized: Optimized, folder: Path, num_ranks: int) -> None:
+def _write_model_3(optimized: DeepSpeedOptimizer, folder: Path, num_ranks: int) -> None:
     """Write for each rank what is not cut; where parameters were stage 3 has empty tensors."""
     names = [*(name for group in optimized.names for name in group), *optimized.contents.tied]
     module = {name: torch.empty(0) for name in names} | optimized.others()
@@ -235,12 +235,12 @@ def _write_model_3(optimized: Optimized, folder: Path, num_ranks: int) -> None:
         save(states, folder / f"zero_pp_rank_{rank}_{MODEL_STATES}")
 
 
-def _ordered(optimized: Optimized, module: dict[str, Tensor]) -> dict[str, Tensor]:
+def _ordered(optimized: DeepSpeedOptimizer, module: dict[str, Tensor]) -> dict[str, Tensor]:
     order = {name.removeprefix(MODEL): place for place, name in enumerate(optimized.contents.forms)}
     return dict(sorted(module.items(), key=lambda item: order.get(item[0], len(order))))
 
 
-def _stage_1_2(optimized: Optimized, rank: int, num_ranks: int) -> dict[str, Any]:
+def _stage_1_2(optimized: DeepSpeedOptimizer, rank: int, num_ranks: int) -> dict[str, Any]:
     """Return a rank's part of groups that lie flat over all ranks, with padding at the end of the last."""
     states, weights, paddings, slices = {}, [], [], []
     for number, group in enumerate(optimized.names):
@@ -263,7 +263,9 @@ def _stage_1_2(optimized: Optimized, rank: int, num_ranks: int) -> dict[str, Any
     }
 
 
-def _pieces(optimized: Optimized, group: Sequence[str], begin: int, length: int) -> list[tuple[str, int, int, int]]:
+def _pieces(
+    optimized: DeepSpeedOptimizer, group: Sequence[str], begin: int, length: int
+) -> list[tuple[str, int, int, int]]:
     """Return which parameters of a group lie in a stretch of it: name, where in the stretch, where in it, how much."""
     found, place = [], 0
     for name in group:
@@ -275,7 +277,7 @@ def _pieces(optimized: Optimized, group: Sequence[str], begin: int, length: int)
     return found
 
 
-def _stage_3(optimized: Optimized, rank: int, num_ranks: int) -> dict[str, Any]:
+def _stage_3(optimized: DeepSpeedOptimizer, rank: int, num_ranks: int) -> dict[str, Any]:
     """Return a rank's even share of every parameter, with padding at the end of each."""
     states: dict[int, dict[str, Tensor]] = {}
     weights, numbers = [], []
@@ -301,7 +303,9 @@ def _stage_3(optimized: Optimized, rank: int, num_ranks: int) -> dict[str, Any]:
     }
 
 
-def _flats(optimized: Optimized, group: Sequence[str], num_ranks: int) -> list[list[tuple[str, tuple[int, ...]]]]:
+def _flats(
+    optimized: DeepSpeedOptimizer, group: Sequence[str], num_ranks: int
+) -> list[list[tuple[str, tuple[int, ...]]]]:
     """Cut a group into the flat tensors of stage 3."""
     parts: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     length = 0
@@ -314,7 +318,7 @@ def _flats(optimized: Optimized, group: Sequence[str], num_ranks: int) -> list[l
     return parts
 
 
-def _fill(optimized: Optimized, length: int, places: dict[str, tuple[int, int, int]]) -> dict[str, Tensor]:
+def _fill(optimized: DeepSpeedOptimizer, length: int, places: dict[str, tuple[int, int, int]]) -> dict[str, Tensor]:
     """Return flat tensors with parts of parameters in place: name -> where to, where from, how much."""
     flat = {key: torch.zeros(length) for key in (WEIGHTS, *optimized.keys)}
     for name, (start, offset, count) in places.items():
@@ -323,7 +327,7 @@ def _fill(optimized: Optimized, length: int, places: dict[str, tuple[int, int, i
     return flat
 
 
-def _groups(optimized: Optimized, numbers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+def _groups(optimized: DeepSpeedOptimizer, numbers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
     return [settings | {"params": list(mine)} for settings, mine in zip(optimized.settings, numbers, strict=True)]
 
 

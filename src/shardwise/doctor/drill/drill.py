@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.doctor.drill.faults import Fault, read_mark
-from shardwise.doctor.drill.judge import Evidence, find_sign, judge, read_losses
+from shardwise.doctor.drill.judge import DrillEvidence, find_sign, judge, read_losses
 from shardwise.doctor.drill.rank import drill_target
 from shardwise.doctor.guard.guard import Guard, HangLimits
 from shardwise.doctor.run.facts import read_run
@@ -50,7 +50,7 @@ _LEFT_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class DrillTarget:
     """What is drilled: a job of a known length, or a script."""
 
     name: str
@@ -66,7 +66,7 @@ def save_interval(steps: int) -> int:
 
 
 def run_drills(
-    subject: Subject,
+    subject: DrillTarget,
     kinds: Sequence[Kind],
     folder: Path,
     *,
@@ -93,7 +93,7 @@ def run_drills(
 class _Ground:
     """Where drills take place, one after another."""
 
-    def __init__(self, subject: Subject, folder: Path, hang_after_s: float, starter: Starter, nproc: int) -> None:
+    def __init__(self, subject: DrillTarget, folder: Path, hang_after_s: float, starter: Starter, nproc: int) -> None:
         self._subject, self._folder, self._hang_after_s = subject, folder, hang_after_s
         self._starter, self._nproc = starter, nproc
         self._losses: dict[int, float] | None = None
@@ -194,11 +194,11 @@ class _TimeLimit:
         return f"it was still running after {self._limit_s:.0f} s" if time.monotonic() > self._deadline else ""
 
 
-def _evidence(fault: Fault, run: RunDirectory, facts: RunFacts, failure: str) -> Evidence:
+def _evidence(fault: Fault, run: RunDirectory, facts: RunFacts, failure: str) -> DrillEvidence:
     """Read what a run left behind."""
     started = [event.fields["ranks"] for event in facts.events if event.kind == "attempt"]
     pids = {int(pid) for ranks in started for pid in ranks.values()}
-    return Evidence(
+    return DrillEvidence(
         mark=read_mark(Path(fault.mark)),
         events=facts.events,
         failure=failure,

@@ -43,7 +43,7 @@ _GOES_ON: tuple[Kind, ...] = ("freeze", "slow", "disk")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
+class DrillEvidence:
     """What a drilled run left behind."""
 
     mark: FaultMark | None
@@ -106,7 +106,7 @@ class _Recovery:
     problems: list[str] = field(default_factory=list)
 
 
-def judge(kind: Kind, evidence: Evidence, reference: Mapping[int, float] | None, *, run: str = "") -> DrillResult:
+def judge(kind: Kind, evidence: DrillEvidence, reference: Mapping[int, float] | None, *, run: str = "") -> DrillResult:
     """Say whether a fault was named and the run came back; `reference` are the losses of a run that nobody disturbed.
 
     None for a script, whose losses are not known.
@@ -152,7 +152,7 @@ def read_losses(events: Sequence[Event]) -> list[tuple[float, int, float]]:
     ]
 
 
-def _recovery(kind: Kind, story: _Story, evidence: Evidence, reference: Mapping[int, float] | None) -> _Recovery:
+def _recovery(kind: Kind, story: _Story, evidence: DrillEvidence, reference: Mapping[int, float] | None) -> _Recovery:
     """Say how the run came back, and what is not as it should be."""
     if evidence.failure:
         return _Recovery(problems=[f"it did not come to its end: {evidence.failure}", *_leftovers(evidence)])
@@ -209,7 +209,7 @@ def _wrong_resume(mark: FaultMark, resumed: int | None) -> list[str]:
     return []
 
 
-def _other_losses(evidence: Evidence, reference: Mapping[int, float]) -> list[str]:
+def _other_losses(evidence: DrillEvidence, reference: Mapping[int, float]) -> list[str]:
     """Say where losses first differ from the undisturbed run, and whether steps are missing."""
     found = read_losses(evidence.events)
     for _, step, loss in found:
@@ -220,6 +220,6 @@ def _other_losses(evidence: Evidence, reference: Mapping[int, float]) -> list[st
     return [f"step {missing[0]} is missing"] if missing else []
 
 
-def _leftovers(evidence: Evidence) -> list[str]:
+def _leftovers(evidence: DrillEvidence) -> list[str]:
     left = [f"processes were left running: {', '.join(map(str, evidence.left))}"] if evidence.left else []
     return left + [f"a torn checkpoint is the newest: {words}" for words in evidence.damages[:1]]

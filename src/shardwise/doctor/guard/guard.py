@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.doctor.guard.hang import decide, describe_ends, missing_ranks, waiting_ranks
 from shardwise.doctor.guard.looking import RankView
-from shardwise.doctor.guard.mismatch import Comparison
+from shardwise.doctor.guard.mismatch import CallComparison
 from shardwise.doctor.guard.neighbours import Neighbours
 from shardwise.doctor.guard.replicas import describe_partition
 from shardwise.doctor.guard.straggler import Skew, look_at_cores
@@ -76,7 +76,7 @@ class Guard:
 
     def _begin(self) -> None:
         """Forget what was found of earlier processes."""
-        self._comparison = Comparison(late=self._neighbours is not None)
+        self._comparison = CallComparison(late=self._neighbours is not None)
         self._skew = Skew(window_s=_WINDOW_S)
         self._torch_skew = Skew(window_s=_TORCH_WINDOW_S, windows=2)
         self._verdict = ""

@@ -37,7 +37,7 @@ class Wait:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class RankProgress:
     """How many calls of a channel a rank has issued."""
 
     group: GroupKey
@@ -54,7 +54,7 @@ class RankStatus:
     state: str = "running"
     """Or "stopped", or "gone"."""
     waits: tuple[Wait, ...] = ()
-    progress: tuple[Progress, ...] = ()
+    progress: tuple[RankProgress, ...] = ()
     newest: Call | None = None
     quiet_s: float = 0.0
     """Since the last sign: a call issued or left, a batch that came."""

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from shardwise.doctor.guard.hang import Progress, RankStatus, Wait
+from shardwise.doctor.guard.hang import RankProgress, RankStatus, Wait
 from shardwise.doctor.guard.stacks import (
     Sample,
     cpu_seconds,
@@ -104,11 +104,11 @@ class RankView:
                 if flight.pending is not None
             ]
         progress = [
-            Progress(group=group, channel=channel, sequence=call.sequence)
+            RankProgress(group=group, channel=channel, sequence=call.sequence)
             for (group, channel), call in reader.last.items()
         ]
         progress += [
-            Progress(group=flight.group, channel="", sequence=flight.enqueued, by_torch=True) for flight in flights
+            RankProgress(group=flight.group, channel="", sequence=flight.enqueued, by_torch=True) for flight in flights
         ]
         loads = bool(reader.header(calls.DATA_SINCE))
         mark = last_mark(self._run.recorder(self.rank))

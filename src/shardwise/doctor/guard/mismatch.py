@@ -19,7 +19,7 @@ _KEPT, _KEPT_LATE = 512, 8192
 """Calls by channel that are kept for who comes late: behind by less than a look, or by the looks of two nodes."""
 
 
-class Comparison:
+class CallComparison:
     """Finds calls that should be the same on all members of their group, and are not; each channel's first."""
 
     def __init__(self, *, late: bool = False) -> None:

@@ -100,7 +100,7 @@ class Exchange(Protocol):
         """Return what was said since the last look."""
 
 
-class Seen(msgspec.Struct, frozen=True, tag="seen"):
+class NodeObservation(msgspec.Struct, frozen=True, tag="seen"):
     """How the ranks of a node are."""
 
     ranks: tuple[RankStatus, ...]
@@ -118,7 +118,7 @@ class Told(msgspec.Struct, frozen=True, tag="told"):
     text: str
 
 
-_DECODER = msgspec.json.Decoder(Seen | Missed | Told | CallRun | Links)
+_DECODER = msgspec.json.Decoder(NodeObservation | Missed | Told | CallRun | Links)
 
 
 class Neighbours:
@@ -155,7 +155,7 @@ class Neighbours:
         self.missed, self.verdicts, self.calls = set(), [], []
         for body in self._exchange.take_relayed():
             match _DECODER.decode(body):
-                case Seen(ranks):
+                case NodeObservation(ranks):
                     self._seen.update({status.rank: (now, status) for status in ranks})
                 case Missed(missed):
                     self.missed.update(missed)
@@ -173,7 +173,7 @@ class Neighbours:
     def share(self, own: Mapping[int, RankStatus], quiet_s: float) -> None:
         """Tell node 0 of our ranks, if any has given no sign for so long."""
         if not self.decides and any(status.quiet_s >= quiet_s for status in own.values()):
-            self._say(Seen(tuple(own.values())))
+            self._say(NodeObservation(tuple(own.values())))
 
     def share_links(self, pids: Iterable[int], now: float) -> None:
         """Look at the connections of our ranks, which wait in a call, and report them to node 0."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shardwise.runs import EventLog, Tail
-from shardwise.runs.drift import Copies, Drift, Evidence, decide, first_unequal
+from shardwise.runs.drift import Copies, Drift, DriftEvidence, decide, first_unequal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -110,7 +110,7 @@ class ReplicaWatch:
 def judge(step: int, checks: Mapping[int, Check], tensors: Mapping[int, Check], last_equal: int | None) -> Drift | None:
     """Return what the checks of one step by rank say, with the tensors that each rank has; None where all are equal."""
     if step == 1 and (start := first_unequal(list(_copies(checks, tensors, "before")))) is not None:
-        evidence = Evidence(at_start=True)
+        evidence = DriftEvidence(at_start=True)
         return Drift(step=0, last_equal=None, copies=start[0], others=start[1], cause=decide(evidence))
     found = first_unequal(list(_copies(checks, tensors, "after")))
     if found is None:
@@ -120,7 +120,7 @@ def judge(step: int, checks: Mapping[int, Check], tensors: Mapping[int, Check], 
     def equal(what: str) -> bool:
         return len({str(checks[rank][what]) for rank in copies.prints}) == 1
 
-    evidence = Evidence(
+    evidence = DriftEvidence(
         gradients_equal=equal("gradients"),
         settings_equal=equal("settings"),
         unsteady_update=frozenset(copies.odd_ranks if equal("before") and equal("gradients") else ()),

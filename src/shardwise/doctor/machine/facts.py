@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU as the driver describes it."""
 
     name: str
@@ -75,7 +75,7 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     """What the first of these addresses is called."""
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Soft limits of this process; None is unlimited."""
 
     nofile: int | None
@@ -83,7 +83,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     nproc: int | None
 
 
-class Memory(msgspec.Struct, frozen=True, kw_only=True):
+class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Host memory and shared memory, in bytes."""
 
     total_bytes: int
@@ -133,14 +133,14 @@ class Clock(msgspec.Struct, frozen=True, kw_only=True):
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """All of it."""
 
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[GpuFacts, ...]
     hidden_gpus: int
     """That CUDA_VISIBLE_DEVICES hides."""
     driver: Driver
     torch: Torch
     network: Network
-    limits: Limits
-    memory: Memory
+    limits: ProcessLimits
+    memory: HostMemory
     cpu: Cpu
     disk: Disk
     clock: Clock

@@ -27,12 +27,12 @@ from shardwise.doctor.machine.facts import (
     Cpu,
     Disk,
     Driver,
-    Gpu,
+    GpuFacts,
+    HostMemory,
     Interface,
-    Limits,
     Machine,
-    Memory,
     Network,
+    ProcessLimits,
     RdmaDevice,
     Torch,
 )
@@ -84,7 +84,7 @@ def observe_machine() -> Machine:
     )
 
 
-def observe_gpus() -> tuple[Driver, tuple[Gpu, ...], int]:
+def observe_gpus() -> tuple[Driver, tuple[GpuFacts, ...], int]:
     """Return the driver, the visible GPUs, and how many CUDA_VISIBLE_DEVICES hides; CUDA is not started."""
     try:
         pynvml.nvmlInit()
@@ -104,9 +104,11 @@ def observe_gpus() -> tuple[Driver, tuple[Gpu, ...], int]:
         pynvml.nvmlShutdown()
 
 
-def _gpu(handle: Any) -> Gpu:
+def _gpu(handle: Any) -> GpuFacts:
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    return Gpu(name=_text(pynvml.nvmlDeviceGetName(handle)), total_bytes=int(memory.total), used_bytes=int(memory.used))
+    return GpuFacts(
+        name=_text(pynvml.nvmlDeviceGetName(handle)), total_bytes=int(memory.total), used_bytes=int(memory.used)
+    )
 
 
 def _text(given: str | bytes) -> str:
@@ -127,25 +129,25 @@ def observe_torch() -> Torch:
     return Torch(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def observe_limits() -> Limits:
+def observe_limits() -> ProcessLimits:
     """Return this process's soft limits."""
 
     def soft(which: int) -> int | None:
         value = resource.getrlimit(which)[0]
         return None if value == resource.RLIM_INFINITY else value
 
-    return Limits(
+    return ProcessLimits(
         nofile=soft(resource.RLIMIT_NOFILE),
         memlock_bytes=soft(resource.RLIMIT_MEMLOCK),
         nproc=soft(resource.RLIMIT_NPROC),
     )
 
 
-def observe_memory(shm: Path = Path("/dev/shm")) -> Memory:  # noqa: S108 - looked at, not written
+def observe_memory(shm: Path = Path("/dev/shm")) -> HostMemory:  # noqa: S108 - looked at, not written
     """Return host memory and shared memory; a machine without /dev/shm has none."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     room = shutil.disk_usage(shm) if shm.is_dir() else (0, 0, 0)
-    return Memory(
+    return HostMemory(
         total_bytes=total,
         available_bytes=min(total, available_memory()),
         shm_total_bytes=room[0],

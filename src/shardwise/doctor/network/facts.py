@@ -19,7 +19,7 @@ Pair = tuple[str, str]
 """Source and target, by the names that users gave the hosts."""
 
 
-class Interface(msgspec.Struct, frozen=True):
+class HostInterface(msgspec.Struct, frozen=True):
     """A way out of a host that is up and has an IPv4 address."""
 
     name: str
@@ -40,12 +40,12 @@ class HostFacts(msgspec.Struct, frozen=True):
     executable: str
     versions: dict[str, str]
     """Of Python, shardwise, torch and NCCL; empty for what is not installed."""
-    interfaces: tuple[Interface, ...]
+    interfaces: tuple[HostInterface, ...]
     folders: tuple[str, ...] = ()
     """Those asked for that it has."""
 
     @property
-    def addresses(self) -> dict[str, Interface]:
+    def addresses(self) -> dict[str, HostInterface]:
         """Interface by address."""
         return {interface.address: interface for interface in self.interfaces}
 
@@ -57,7 +57,7 @@ class Lookups(msgspec.Struct, frozen=True):
     reverse: dict[str, tuple[str, ...]]
 
 
-class Clock(msgspec.Struct, frozen=True):
+class HostClock(msgspec.Struct, frozen=True):
     """How far a host's clock is ahead of ours."""
 
     offset_s: float
@@ -65,7 +65,7 @@ class Clock(msgspec.Struct, frozen=True):
     """Half the round trip that it was asked in: the truth is this far away at most."""
 
 
-class Reached(msgspec.Struct, frozen=True, kw_only=True):
+class ReachedHost(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt to come from one host to an address of another."""
 
     source: str
@@ -152,8 +152,8 @@ class NetFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Hosts that could not be asked."""
     facts: dict[str, HostFacts] = {}
     lookups: dict[str, Lookups] = {}
-    clocks: dict[str, Clock] = {}
-    reached: tuple[Reached, ...] = ()
+    clocks: dict[str, HostClock] = {}
+    reached: tuple[ReachedHost, ...] = ()
     road: Road | None = None
     """Where links were measured."""
     port: PortFacts | None = None
@@ -211,19 +211,19 @@ def roads(facts: Mapping[str, HostFacts]) -> list[Road]:
     return list(found.values())
 
 
-def open_pairs(road: Road, reached: Iterable[Reached]) -> set[Pair]:
+def open_pairs(road: Road, reached: Iterable[ReachedHost]) -> set[Pair]:
     """Return the pairs of which the source comes to the target on this road."""
     return {(one.source, one.target) for one in reached if not one.refusal and _is_on(road, one)}
 
 
-def cut_pairs(road: Road, reached: Iterable[Reached]) -> dict[Pair, str]:
+def cut_pairs(road: Road, reached: Iterable[ReachedHost]) -> dict[Pair, str]:
     """Return the pairs of which the source does not come to the target on this road, and why."""
     tried = {(one.source, one.target): one.refusal for one in reached if _is_on(road, one)}
     found = {pair: tried.get(pair, "it did not say") for pair in permutations(road.addresses, 2)}
     return {pair: why for pair, why in found.items() if why}
 
 
-def choose_road(facts: Mapping[str, HostFacts], reached: Sequence[Reached]) -> Road | None:
+def choose_road(facts: Mapping[str, HostFacts], reached: Sequence[ReachedHost]) -> Road | None:
     """Return the road that most pairs can take, of equal ones the first; None when a host has no address."""
     return max(roads(facts), key=lambda road: len(open_pairs(road, reached)), default=None)
 
@@ -267,5 +267,5 @@ def turns(hosts: Sequence[str]) -> list[list[Pair]]:
     return found
 
 
-def _is_on(road: Road, one: Reached) -> bool:
+def _is_on(road: Road, one: ReachedHost) -> bool:
     return road.addresses.get(one.target) == one.address

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shardwise.doctor.network.facts import (
-    Clock,
+    HostClock,
     HostFacts,
     LinkFacts,
     Lookups,
@@ -17,7 +17,7 @@ from shardwise.doctor.network.facts import (
     PathFacts,
     PortFacts,
     Problem,
-    Reached,
+    ReachedHost,
     StorageFacts,
     choose_road,
     count_hosts,
@@ -124,12 +124,12 @@ class _Examination:
         replies = self._ask_all({"type": "lookup", "names": names, "addresses": addresses}, LOOKUP_S + _MARGIN_S)
         return {host: msgspec.convert(reply, Lookups) for host, reply in replies.items()}
 
-    def _clocks(self) -> dict[str, Clock]:
-        best: dict[str, Clock] = {}
+    def _clocks(self) -> dict[str, HostClock]:
+        best: dict[str, HostClock] = {}
         for _ in range(_CLOCK_ROUNDS):
             for host, reply in self._ask_all({"type": "clock"}, ANSWER_S).items():
                 sent_at, heard_at = reply["sent_at"], reply["heard_at"]
-                clock = Clock(reply["at"] - (sent_at + heard_at) / 2, (heard_at - sent_at) / 2)
+                clock = HostClock(reply["at"] - (sent_at + heard_at) / 2, (heard_at - sent_at) / 2)
                 best[host] = min(best.get(host, clock), clock, key=lambda one: one.error_s)
         return best
 
@@ -145,7 +145,7 @@ class _Examination:
     def _open_order(self, host: str, doors: list[list[Any]]) -> Order:
         return {"type": "open", "word": self._word, "greeting": self._greetings[host], "doors": doors}
 
-    def _reach(self) -> list[Reached]:
+    def _reach(self) -> list[ReachedHost]:
         """Have every host go to every door of the others."""
         doors = [(host, address, port) for (host, address), (port, _) in self._doors.items() if port]
         goals = {}
@@ -159,7 +159,7 @@ class _Examination:
             answers = replies.get(source, {}).get("reached", [silent] * len(theirs))
             for (target, address, _), found in zip(theirs, answers, strict=True):
                 own, refusal = found["own"], found["refusal"]
-                reached.append(Reached(source=source, target=target, address=address, own=own, refusal=refusal))
+                reached.append(ReachedHost(source=source, target=target, address=address, own=own, refusal=refusal))
         return reached
 
     def _reach_order(self, doors: Iterable[tuple[str, str, int]]) -> Order:

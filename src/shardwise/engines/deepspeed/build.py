@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.engines.deepspeed.config import deepspeed_config
-from shardwise.engines.deepspeed.holding import Holding, Ranks
+from shardwise.engines.deepspeed.holding import DeepSpeedState, ZeroRanks
 from shardwise.engines.deepspeed.library import load_deepspeed
 from shardwise.engines.deepspeed.pieces import find_pieces
 from shardwise.engines.deepspeed.step import DeepSpeedStep, EngineSync, EngineUpdate, compute_in, require_elementwise
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from shardwise.job import Job
-    from shardwise.parallel.apply import Place
+    from shardwise.parallel.apply import MeshContext
     from shardwise.parallel.blueprint import Blueprint
     from shardwise.plans import Plan
-    from shardwise.training.step.step import Surroundings
+    from shardwise.training.step.step import StepContext
 
 
 def build_deepspeed_step(
-    job: Job, plan: Plan, place: Place, blueprint: Blueprint, around: Surroundings, *, local_rank: int
+    job: Job, plan: Plan, place: MeshContext, blueprint: Blueprint, around: StepContext, *, local_rank: int
 ) -> DeepSpeedStep:
     """Make the Step that trains `job` under `plan` with DeepSpeed; called on every rank, communicates."""
     deepspeed = load_deepspeed(plan, place.device, local_rank)
@@ -59,8 +59,8 @@ def build_deepspeed_step(
         # Below fp32 it has moved the optimizer once by a gradient of zeros: all its counts would be one ahead.
         engine.basic_optimizer.state.clear()
 
-    ranks = Ranks(mesh=place.axis("shard"), group=place.readers, device=place.device)
-    holding = Holding(find_pieces(engine, place.rank), named, shapes, ranks)
+    ranks = ZeroRanks(mesh=place.axis("shard"), group=place.readers, device=place.device)
+    holding = DeepSpeedState(find_pieces(engine, place.rank), named, shapes, ranks)
     if low is not None and blueprint.weights is not None:
         holding.start_from(blueprint.weights, [spec for unit in blueprint.units for spec in unit.parameters])
     plain = low is None and deepspeed_stage(plan) < 3
@@ -108,7 +108,7 @@ def _require_dimensions(shapes: Mapping[str, torch.Size]) -> None:
         )
 
 
-def _fill(module: nn.Module, blueprint: Blueprint, place: Place, cut: Callable[[nn.Module], Any] | None) -> None:
+def _fill(module: nn.Module, blueprint: Blueprint, place: MeshContext, cut: Callable[[nn.Module], Any] | None) -> None:
     """Give parameters their values, unit by unit, and cut each unit before the next comes; communicates."""
     parts = dict(module.named_modules())
     for unit in blueprint.units:
@@ -163,7 +163,7 @@ def _make_optimizer(
     return optimizer, tuple(members for members in groups if members)
 
 
-def _own_norm(engine: Any, named: list[tuple[str, nn.Parameter]], plan: Plan, place: Place) -> GradNorm | None:
+def _own_norm(engine: Any, named: list[tuple[str, nn.Parameter]], plan: Plan, place: MeshContext) -> GradNorm | None:
     """Return what measures whole gradients, where the engine does not."""
     if engine.zero_optimization_stage():
         return None
@@ -171,7 +171,7 @@ def _own_norm(engine: Any, named: list[tuple[str, nn.Parameter]], plan: Plan, pl
     return GradNorm(trained, layout=plan.layout, cut_axes=(), group=None, device=place.device)
 
 
-def _show_trained_values(module: nn.Module, holding: Holding) -> None:
+def _show_trained_values(module: nn.Module, holding: DeepSpeedState) -> None:
     """Have the module's state dict give the values that are trained, as rows, not what it holds of them itself."""
 
     def replace(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:

@@ -36,7 +36,7 @@ _PLACES = ("offload_param", "offload_optimizer")
 
 
 @dataclass(frozen=True)
-class Reading:
+class ConfigReading:
     """A plan that was read from DeepSpeed's JSON."""
 
     plan: Plan
@@ -46,7 +46,7 @@ class Reading:
 
 def read_json(
     path: Path, *, num_ranks: int | None = None, batch_size: int | None = None, precision: DType | None = None
-) -> Reading:
+) -> ConfigReading:
     """Read a file; `num_ranks`, `batch_size` and `precision` fill in what it leaves open."""
     try:
         text = path.read_text()
@@ -65,7 +65,7 @@ def plan_from_json(
     num_ranks: int | None = None,
     batch_size: int | None = None,
     precision: DType | None = None,
-) -> Reading:
+) -> ConfigReading:
     """Return the plan that a DeepSpeed JSON describes; `origin` names the text in errors and sources."""
     data = parse(text, origin)
     file = _File(origin, data)
@@ -95,7 +95,7 @@ def plan_from_json(
         communication=communication,
         sources=dict.fromkeys(_READ, origin),
     )
-    return Reading(plan, (*job_notes(data), *file.notes, *file.left_aside()))
+    return ConfigReading(plan, (*job_notes(data), *file.notes, *file.left_aside()))
 
 
 _READ = (

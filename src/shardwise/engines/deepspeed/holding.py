@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks:
+class ZeroRanks:
     """Who cuts parameters: no mesh where every rank has them whole, no group where there is one rank."""
 
     mesh: DeviceMesh | None
@@ -35,11 +35,11 @@ class Ranks:
     device: torch.device
 
 
-class Holding:
+class DeepSpeedState:
     """What an engine trains, by name; a parameter at a time is whole on a rank, and only its rows stay."""
 
     def __init__(
-        self, pieces: Pieces, named: list[tuple[str, nn.Parameter]], shapes: Mapping[str, torch.Size], ranks: Ranks
+        self, pieces: Pieces, named: list[tuple[str, nn.Parameter]], shapes: Mapping[str, torch.Size], ranks: ZeroRanks
     ) -> None:
         """`shapes` are those of whole parameters."""
         self._pieces = pieces

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Piece:
+class FlatPiece:
     """A slice of one flattened parameter, in fp32, as the optimizer moves it."""
 
     first: int
@@ -38,7 +38,7 @@ class Pieces(Protocol):
 
     def open(
         self, parameter: nn.Parameter, *, write: bool = False, make: Sequence[str] = ()
-    ) -> AbstractContextManager[Piece | None]:
+    ) -> AbstractContextManager[FlatPiece | None]:
         """Enter to read, or to write, this rank's slice of a trained parameter; None: it has none.
 
         States named in `make` that are not there yet are made, of zeros.
@@ -79,11 +79,11 @@ class WholePieces:
         *,
         write: bool = False,  # noqa: ARG002 - memory is read and written alike
         make: Sequence[str] = (),
-    ) -> AbstractContextManager[Piece | None]:
+    ) -> AbstractContextManager[FlatPiece | None]:
         """Everything is here."""
         master = self._master(parameter)
         slices = _slices(self.state_of(parameter), master, make)
-        return nullcontext(Piece(0, master.detach().view(-1), {key: each.view(-1) for key, each in slices.items()}))
+        return nullcontext(FlatPiece(0, master.detach().view(-1), {key: each.view(-1) for key, each in slices.items()}))
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
         """Every rank has the sum."""
@@ -127,7 +127,7 @@ class FlatPieces:
         *,
         write: bool = False,  # noqa: ARG002 - memory is read and written alike
         make: Sequence[str] = (),
-    ) -> AbstractContextManager[Piece | None]:
+    ) -> AbstractContextManager[FlatPiece | None]:
         """The slice that falls into this rank's part."""
         flat = self._flat(parameter)
         slices = _slices(self.state_of(parameter), flat, make)
@@ -137,7 +137,7 @@ class FlatPieces:
         place = mapping.hp_fragment_address
         slices = {key: each.narrow(0, place.start, place.numel) for key, each in slices.items()}
         values = flat.detach().narrow(0, place.start, place.numel)
-        return nullcontext(Piece(mapping.lp_fragment_address.start, values, slices))
+        return nullcontext(FlatPiece(mapping.lp_fragment_address.start, values, slices))
 
     def gradient(self, parameter: Any) -> Tensor:
         """Communicate to join the slices of all ranks."""
@@ -175,7 +175,7 @@ class CutPieces:
         self._rank = rank
 
     @contextmanager
-    def open(self, parameter: Any, *, write: bool = False, make: Sequence[str] = ()) -> Iterator[Piece | None]:
+    def open(self, parameter: Any, *, write: bool = False, make: Sequence[str] = ()) -> Iterator[FlatPiece | None]:
         """The slice of this rank, fetched from nvme where it waits there."""
         zero = self._zero
         number, first, length = self._place(parameter)
@@ -185,7 +185,7 @@ class CutPieces:
         flat = zero.fp32_partitioned_groups_flat[number]
         slices = _slices(zero.optimizer.state[flat], flat, make)
         slices = {key: each.narrow(0, first, length) for key, each in slices.items()}
-        yield Piece(self._rank * length, flat.detach().narrow(0, first, length), slices)
+        yield FlatPiece(self._rank * length, flat.detach().narrow(0, first, length), slices)
         if swaps and write:
             zero._optimizer_states_and_gradient_swap_out(number)  # noqa: SLF001
         elif swaps:

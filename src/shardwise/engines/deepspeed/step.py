@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from shardwise.data.feed import MicroBatch
-    from shardwise.engines.deepspeed.holding import Holding
+    from shardwise.engines.deepspeed.holding import DeepSpeedState
     from shardwise.job import Job
     from shardwise.parallel.gradsync import GradNorm
     from shardwise.training.step.module_step import Forms
@@ -44,7 +44,7 @@ class DeepSpeedStep(PlainStep):
         job: Job,
         engine: Any,
         parts: StepParts,
-        holding: Holding,
+        holding: DeepSpeedState,
         *,
         plain: bool,
         shapes: Mapping[str, torch.Size],

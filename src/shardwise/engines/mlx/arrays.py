@@ -58,7 +58,7 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class ArrayForm:
     """What the arrays of a model are called, which are trained, and how torch lays them out."""
 
     parameters: tuple[str, ...]
@@ -109,7 +109,7 @@ class Form:
         return order if order is not None and len(order) == num_dims else None
 
 
-def form_of(model: nn.Module) -> Form:
+def form_of(model: nn.Module) -> ArrayForm:
     """Return the form of a model's arrays; one that has nothing to train is refused."""
     flat: list[tuple[str, mx.array]] = tree_flatten(model.parameters())
     first: dict[int, str] = {}
@@ -128,7 +128,7 @@ def form_of(model: nn.Module) -> Form:
     modules = dict(model.named_modules())
     statistics = tuple(name for name, _ in flat if _is_statistic(name, modules))
     names = [name for name, _ in flat if name not in tied and name not in statistics]
-    return Form(
+    return ArrayForm(
         parameters=tuple(names),
         trained=tuple(name for name in names if name in trainable),
         statistics=statistics,
@@ -160,7 +160,7 @@ def _orders(modules: Mapping[str, nn.Module]) -> dict[str, tuple[int, ...]]:
 _HALVES = (mx.float16, mx.bfloat16)
 
 
-class BatchNorm(nn.BatchNorm):  # type: ignore[misc]  # MLX's classes are untyped
+class MlxBatchNorm(nn.BatchNorm):  # type: ignore[misc]  # MLX's classes are untyped
     """Batch norm whose statistics are in fp32 at least and cover all ranks in `group`; None covers this rank's rows."""
 
     group: mx.distributed.Group | None = None
@@ -195,29 +195,29 @@ class BatchNorm(nn.BatchNorm):  # type: ignore[misc]  # MLX's classes are untype
             self[name] = ((1 - moved) * kept + moved * found).astype(kept.dtype)
 
 
-def share_batch_norms(model: nn.Module, group: mx.distributed.Group | None) -> list[BatchNorm]:
+def share_batch_norms(model: nn.Module, group: mx.distributed.Group | None) -> list[MlxBatchNorm]:
     """Make each of MLX's own batch norms in `model` one of ours, in place, and return them; names and values stay."""
     found = []
     for name, module in model.named_modules():
         if type(module) is nn.BatchNorm:
             # Its class is all that changes: wherever the module is held, by however many, it stays the same one.
-            module.__class__ = BatchNorm
+            module.__class__ = MlxBatchNorm
             module.group, module.name = group, name or "the model"
-        if isinstance(module, BatchNorm):
+        if isinstance(module, MlxBatchNorm):
             found.append(module)
     return found
 
 
 def foreign_batch_norms(model: nn.Module) -> list[str]:
     """Names of batch norms that are neither MLX's own nor ours: how they take their statistics is not known."""
-    ours = (nn.BatchNorm, BatchNorm)
+    ours = (nn.BatchNorm, MlxBatchNorm)
     return [
         name for name, module in model.named_modules() if isinstance(module, nn.BatchNorm) and type(module) not in ours
     ]
 
 
 @contextlib.contextmanager
-def counting(norms: Sequence[BatchNorm], real: mx.array) -> Iterator[None]:
+def counting(norms: Sequence[MlxBatchNorm], real: mx.array) -> Iterator[None]:
     """Tell batch norms whether their next inputs count, a bool: those of a rank without rows do not.
 
     Belongs inside a compiled function, with `real` one of its arguments: an array from outside would be compiled in.

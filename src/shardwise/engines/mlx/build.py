@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardwise.dist import World
-    from shardwise.engines.mlx.arrays import BatchNorm
+    from shardwise.engines.mlx.arrays import MlxBatchNorm
     from shardwise.job import Job
     from shardwise.plans import Plan
-    from shardwise.training.step.step import Surroundings
+    from shardwise.training.step.step import StepContext
 
 _DTYPES = {"fp64": mx.float64, "fp32": mx.float32, "bf16": mx.bfloat16}
 
 
-def build_mlx_step(job: Job, plan: Plan, world: World, around: Surroundings, *, note: Callable[[str], None]) -> MlxStep:
+def build_mlx_step(job: Job, plan: Plan, world: World, around: StepContext, *, note: Callable[[str], None]) -> MlxStep:
     """Make the Step that trains `job` under `plan` with MLX; called on every rank, communicates."""
     group = join_group(world, note=note)
     model = _make_model(job, plan)
@@ -63,7 +63,7 @@ def build_mlx_step(job: Job, plan: Plan, world: World, around: Surroundings, *, 
     return step
 
 
-def _norm_batches(model: nn.Module, group: mx.distributed.Group | None) -> list[BatchNorm]:
+def _norm_batches(model: nn.Module, group: mx.distributed.Group | None) -> list[MlxBatchNorm]:
     """Make batch norms share their statistics over `group`; those that cannot are refused."""
     foreign = foreign_batch_norms(model)
     if foreign and group is not None:

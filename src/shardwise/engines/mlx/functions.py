@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mlx import nn, optimizers
 
     from shardwise.data.feed import MicroBatch
-    from shardwise.engines.mlx.arrays import Arrays, BatchNorm, Form
+    from shardwise.engines.mlx.arrays import ArrayForm, Arrays, MlxBatchNorm
     from shardwise.job import Job
 
 Gradients = list[mx.array]
@@ -33,7 +33,7 @@ _HALVES = (mx.bfloat16, mx.float16)
 class Forward:
     """The model's output for a batch, computed in a lower dtype where the plan says so."""
 
-    def __init__(self, job: Job, model: nn.Module, form: Form, low: mx.Dtype | None) -> None:
+    def __init__(self, job: Job, model: nn.Module, form: ArrayForm, low: mx.Dtype | None) -> None:
         """`low` is the dtype of forward and backward where the arrays that are trained are wider."""
         self._forward, self.model, self.form, self._low = job.forward, model, form, low
         self._held = form.read(model, form.trained)[form.trained[0]].dtype
@@ -68,7 +68,7 @@ class Gradient:
     The model's arrays and the random state are what the compiled function takes and leaves besides its arguments.
     """
 
-    def __init__(self, job: Job, forward: Forward, norms: Sequence[BatchNorm], note: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, forward: Forward, norms: Sequence[MlxBatchNorm], note: Callable[[str], None]) -> None:
         self._loss, self._forward, self._norms = job.loss, forward, norms
         self._functions: dict[str, Callable[..., tuple[mx.array, Gradients]]] = {}
         self._note: Callable[[str], None] | None = note
@@ -161,7 +161,7 @@ def norm_of(gradients: Gradients) -> mx.array:
 
 
 def update_by(
-    model: nn.Module, form: Form, optimizer: optimizers.Optimizer, clip_norm: float | None, still: Collection[str]
+    model: nn.Module, form: ArrayForm, optimizer: optimizers.Optimizer, clip_norm: float | None, still: Collection[str]
 ) -> Callable[[Gradients, mx.array], None]:
     """Return what moves the model by summed gradients of a known norm, which are clipped first; compiled.
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from mlx import nn, optimizers
     from torch import Tensor
 
-    from shardwise.engines.mlx.arrays import BatchNorm, Form
+    from shardwise.engines.mlx.arrays import ArrayForm, MlxBatchNorm
     from shardwise.engines.mlx.functions import Gradients
-    from shardwise.engines.mlx.weights import Group, Origin
+    from shardwise.engines.mlx.weights import MlxGroup, Origin
     from shardwise.training.step.module_step import Forms
 
 _STREAM = "mlx"
@@ -38,10 +38,10 @@ class Trained:
     """A model in MLX and what trains it."""
 
     model: nn.Module
-    form: Form
+    form: ArrayForm
     optimizer: optimizers.Optimizer
-    groups: Sequence[Group]
-    norms: Sequence[BatchNorm]
+    groups: Sequence[MlxGroup]
+    norms: Sequence[MlxBatchNorm]
     dtype: mx.Dtype
     """Of the arrays that are trained."""
     origin: Origin
@@ -51,7 +51,7 @@ class Trained:
 class MlxOptimized(Optimized):
     """MLX's optimizer with torch's words for its groups."""
 
-    members: Sequence[Group] = ()
+    members: Sequence[MlxGroup] = ()
 
     @property
     def kind(self) -> str:
@@ -69,7 +69,7 @@ class MlxOptimized(Optimized):
         return [{**group.settings, "params": [named[name] for name in group.names]} for group in self.members]
 
 
-class Holding:
+class MlxState:
     """A model in MLX under torch's names and layouts; tensors that it hands out are to be read only."""
 
     def __init__(self, trained: Trained) -> None:

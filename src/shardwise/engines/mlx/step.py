@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from shardwise.engines.mlx import waits
 from shardwise.engines.mlx.arrays import to_torch
-from shardwise.engines.mlx.holding import Holding
+from shardwise.engines.mlx.holding import MlxState
 from shardwise.engines.mlx.weights import set_rates
 from shardwise.errors import some_of
 from shardwise.training.step.first_step_checks import refuse_uncounted
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardwise.engines.mlx.functions import Forward, Gradient, Gradients
     from shardwise.engines.mlx.holding import Trained
     from shardwise.job import Job, Metric
-    from shardwise.training.step.step import Surroundings
+    from shardwise.training.step.step import StepContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +40,11 @@ class Functions:
     """Parameters that `move` leaves alone without a gradient, if they are here before it is first called."""
 
 
-class MlxStep(Holding):
+class MlxStep(MlxState):
     """One optimizer step of an MLX model; its update is computed while the host prepares what comes next."""
 
     def __init__(
-        self, job: Job, trained: Trained, functions: Functions, around: Surroundings, note: Callable[[str], None]
+        self, job: Job, trained: Trained, functions: Functions, around: StepContext, note: Callable[[str], None]
     ) -> None:
         super().__init__(trained)
         self.feed, self.length, self.mark = around.feed, around.length, around.mark

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mlx import nn
     from torch import Tensor
 
-    from shardwise.engines.mlx.arrays import Arrays, Form
+    from shardwise.engines.mlx.arrays import ArrayForm, Arrays
     from shardwise.job.optimizers import OptimizerFactory
 
 
@@ -36,7 +36,7 @@ class Origin(NamedTuple):
     """That batch norms had seen then."""
 
 
-def read_weights(path: Path, model: nn.Module, form: Form) -> Origin:
+def read_weights(path: Path, model: nn.Module, form: ArrayForm) -> Origin:
     """Put the values of a state dict, torch's or MLX's own, into the model; on every rank."""
     values: Mapping[str, Tensor]
     if is_mlx(path):
@@ -65,7 +65,7 @@ def _is_second_name(name: str, values: Mapping[str, Tensor], known: Mapping[str,
     return any(other.data_ptr() == tensor.data_ptr() and other.shape == tensor.shape for other in others)
 
 
-def share_weights(model: nn.Module, form: Form) -> Origin:
+def share_weights(model: nn.Module, form: ArrayForm) -> Origin:
     """Communicate over the world to give every rank the values of rank 0."""
     arrays = form.read(model, (*form.parameters, *form.statistics))
     if not (dist.is_initialized() and dist.get_world_size() > 1):
@@ -77,7 +77,7 @@ def share_weights(model: nn.Module, form: Form) -> Origin:
     return Origin("built on every rank, with the values of rank 0")
 
 
-def _write(model: nn.Module, form: Form, values: dict[str, Tensor], path: Path | None = None) -> None:
+def _write(model: nn.Module, form: ArrayForm, values: dict[str, Tensor], path: Path | None = None) -> None:
     held = form.read(model, values)
     arrays = {}
     for name, value in values.items():
@@ -106,7 +106,7 @@ _SETTINGS = (int, float, str, tuple, list)
 
 
 @dataclass(frozen=True)
-class Group:
+class MlxGroup:
     """One of MLX's optimizers and the parameters that it moves."""
 
     optimizer: optimizers.Optimizer
@@ -135,7 +135,9 @@ class Group:
         return {"lr": float(str(rate)), **plain}
 
 
-def make_groups(factory: OptimizerFactory, form: Form, arrays: Arrays) -> tuple[optimizers.Optimizer, list[Group]]:
+def make_groups(
+    factory: OptimizerFactory, form: ArrayForm, arrays: Arrays
+) -> tuple[optimizers.Optimizer, list[MlxGroup]]:
     """Return the job's optimizer with its states made, and its groups; what it must not be is refused."""
     optimizer: Any = factory([(name, arrays[name]) for name in form.trained])  # type: ignore[misc]
     if not isinstance(optimizer, optimizers.Optimizer):
@@ -145,7 +147,7 @@ def make_groups(factory: OptimizerFactory, form: Form, arrays: Arrays) -> tuple[
             fix="use sw.adamw or sw.sgd, or return one of mlx.optimizers",
         )
     optimizer.init(tree_unflatten([(name, arrays[name]) for name in form.trained]))
-    groups = [Group(*pair) for pair in _members(optimizer, form.trained, arrays) if pair[1]]
+    groups = [MlxGroup(*pair) for pair in _members(optimizer, form.trained, arrays) if pair[1]]
     for group in groups:
         _refuse_own_rates(group.optimizer)
     return optimizer, groups
@@ -175,13 +177,13 @@ def _members(
     return [(each, tuple(its)) for each, its in zip(optimizer.optimizers, taken, strict=True)]
 
 
-def set_rates(groups: Sequence[Group], rates: Sequence[float], dtype: mx.Dtype) -> None:
+def set_rates(groups: Sequence[MlxGroup], rates: Sequence[float], dtype: mx.Dtype) -> None:
     """Set each group's learning rate."""
     for group, rate in zip(groups, rates, strict=True):
         group.optimizer.state["learning_rate"] = mx.array(rate, dtype=dtype)
 
 
-def read_states(groups: Sequence[Group], form: Form) -> dict[str, Tensor]:
+def read_states(groups: Sequence[MlxGroup], form: ArrayForm) -> dict[str, Tensor]:
     """Return the states of all parameters as torch has them, PARAMETER/KEY, to be read only."""
     found: dict[str, Tensor] = {}
     for group in groups:
@@ -193,7 +195,7 @@ def read_states(groups: Sequence[Group], form: Form) -> dict[str, Tensor]:
     return found
 
 
-def write_states(groups: Sequence[Group], form: Form, states: Mapping[str, Tensor]) -> None:
+def write_states(groups: Sequence[MlxGroup], form: ArrayForm, states: Mapping[str, Tensor]) -> None:
     """Take over states that were read by `read_states`, or by torch; those that are not there stay."""
     for group in groups:
         flat = []
@@ -222,7 +224,7 @@ def assign(held: Any, given: Any) -> None:
             assign(held[key], value)
 
 
-def _own(group: Group) -> list[tuple[str, str, mx.array]]:
+def _own(group: MlxGroup) -> list[tuple[str, str, mx.array]]:
     """Return (parameter, key, array) for each state that a parameter has."""
     members = set(group.names)
     split = [(*full.rpartition("."), array) for full, array in tree_flatten(group.optimizer.state)]

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Call:
+class MpiCall:
     """What one operation of a process group asks of MPI."""
 
     said: str
     asked: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     """Methods of a communicator, each of which returns a request, and what they are given."""
-    following: list[Callable[[Call], None]] = field(default_factory=list)
+    following: list[Callable[[MpiCall], None]] = field(default_factory=list)
     """What is done once these requests are complete, and adds to a second call: none of it when there is none."""
     after: list[Callable[[], Any]] = field(default_factory=list)
     """What is done to the tensors, in this order, once all requests are complete."""
@@ -37,11 +37,11 @@ class Call:
         """Add a method of the communicator to what is asked."""
         self.asked.append((method, arguments))
 
-    def take_following(self) -> Call | None:
+    def take_following(self) -> MpiCall | None:
         """Return what is to be asked next, None at the end."""
         if not self.following:
             return None
-        second = Call(self.said, after=self.after, outputs=self.outputs, kept=self.kept)
+        second = MpiCall(self.said, after=self.after, outputs=self.outputs, kept=self.kept)
         for step in self.following:
             step(second)
         return second
@@ -56,9 +56,9 @@ class Calls:
         self._size = size
         self._direct = Direct(mpi, rank, size, self._buffer)
 
-    def all_reduce(self, tensors: Sequence[Tensor], reduce_op: Any) -> Call:
+    def all_reduce(self, tensors: Sequence[Tensor], reduce_op: Any) -> MpiCall:
         """Reduce each of `tensors` in place, on every rank."""
-        call = Call("all_reduce", outputs=list(tensors))
+        call = MpiCall("all_reduce", outputs=list(tensors))
         for tensor in tensors:
             how = reduction_of(tensor.dtype, reduce_op)
             if self._direct.takes(tensor, how):
@@ -72,9 +72,9 @@ class Calls:
             self._reduced(call, carried, tensor, how)
         return call
 
-    def reduce(self, tensor: Tensor, reduce_op: Any, root: int) -> Call:
+    def reduce(self, tensor: Tensor, reduce_op: Any, root: int) -> MpiCall:
         """Reduce `tensor` in place on `root`; elsewhere it stays as it is."""
-        call = Call(f"reduce to rank {root}", outputs=[tensor])
+        call = MpiCall(f"reduce to rank {root}", outputs=[tensor])
         how = reduction_of(tensor.dtype, reduce_op)
         carried = self._carry(call, tensor, how)
         buffer, operation = self._buffer(carried, how.datatype), getattr(self._mpi, how.operation)
@@ -85,9 +85,9 @@ class Calls:
             call.ask("Ireduce", buffer, None, operation, root)
         return call
 
-    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Sequence[Tensor]]], reduce_op: Any) -> Call:
+    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Sequence[Tensor]]], reduce_op: Any) -> MpiCall:
         """For each (output, inputs): reduce `inputs`, one or one for every rank, and keep this rank's part."""
-        call = Call("reduce_scatter", outputs=[output for output, _ in pairs])
+        call = MpiCall("reduce_scatter", outputs=[output for output, _ in pairs])
         for output, inputs in pairs:
             _check_parts(output, inputs, self._rank, self._size)
             how = reduction_of(output.dtype, reduce_op)
@@ -109,9 +109,9 @@ class Calls:
             self._reduced(call, part, output, how)
         return call
 
-    def broadcast(self, tensors: Sequence[Tensor], root: int) -> Call:
+    def broadcast(self, tensors: Sequence[Tensor], root: int) -> MpiCall:
         """Copy each of `tensors` from `root` to every rank."""
-        call = Call(f"broadcast from rank {root}", outputs=list(tensors))
+        call = MpiCall(f"broadcast from rank {root}", outputs=list(tensors))
         for tensor in tensors:
             moved = _flat(tensor)
             call.kept.append(moved)
@@ -120,9 +120,9 @@ class Calls:
                 _copy_back(call, moved, tensor)
         return call
 
-    def all_gather(self, pairs: Sequence[tuple[Sequence[Tensor], Tensor]]) -> Call:
+    def all_gather(self, pairs: Sequence[tuple[Sequence[Tensor], Tensor]]) -> MpiCall:
         """For each (outputs, input): put every rank's input into `outputs`, one tensor or one for every rank."""
-        call = Call("all_gather", outputs=[output for outputs, _ in pairs for output in outputs])
+        call = MpiCall("all_gather", outputs=[output for outputs, _ in pairs for output in outputs])
         for outputs, given in pairs:
             _check_parts(given, outputs, self._rank, self._size)
             whole = self._room(call, outputs)
@@ -135,9 +135,9 @@ class Calls:
                 call.ask("Iallgatherv", self._buffer(sent), self._parts(whole, counts))
         return call
 
-    def gather(self, outputs: Sequence[Tensor], given: Tensor, root: int) -> Call:
+    def gather(self, outputs: Sequence[Tensor], given: Tensor, root: int) -> MpiCall:
         """Put every rank's `given` into `outputs`, which only `root` has."""
-        call = Call(f"gather to rank {root}", outputs=list(outputs))
+        call = MpiCall(f"gather to rank {root}", outputs=list(outputs))
         if self._rank == root:
             _check_parts(given, outputs, self._rank, self._size)
         whole = self._room(call, outputs) if self._rank == root else None
@@ -147,9 +147,9 @@ class Calls:
         call.ask("Igatherv", self._buffer(sent), receive, root)
         return call
 
-    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> Call:
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> MpiCall:
         """Put this rank's part of `inputs`, which only `root` has, into `output`."""
-        call = Call(f"scatter from rank {root}", outputs=[output])
+        call = MpiCall(f"scatter from rank {root}", outputs=[output])
         part, send = _flat_output(output, output.dtype), None
         if self._rank == root:
             _check_parts(output, inputs, self._rank, self._size)
@@ -162,9 +162,9 @@ class Calls:
         _copy_back(call, part, output)
         return call
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Call:
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> MpiCall:
         """Send `inputs[r]` to rank r and put what it sends into `outputs[r]`; parts may be uneven."""
-        call = Call("all_to_all", outputs=list(outputs))
+        call = MpiCall("all_to_all", outputs=list(outputs))
         room = self._room(call, outputs)
         whole = _apart(_joined(inputs, inputs[0].dtype), room)
         call.kept.append(whole)
@@ -175,27 +175,27 @@ class Calls:
 
     def all_to_all_single(
         self, output: Tensor, given: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
-    ) -> Call:
+    ) -> MpiCall:
         """Exchange the parts of `given`, cut along its first dimension by the splits, evenly where there are none."""
         return self.all_to_all(
             list(output.split(list(output_splits) or _even(output, self._size))),
             list(given.split(list(input_splits) or _even(given, self._size))),
         )
 
-    def barrier(self) -> Call:
+    def barrier(self) -> MpiCall:
         """Return when every rank has called."""
-        return Call("barrier", asked=[("Ibarrier", ())])
+        return MpiCall("barrier", asked=[("Ibarrier", ())])
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> Call:
+    def send(self, tensor: Tensor, peer: int, tag: int) -> MpiCall:
         """Send `tensor` to rank `peer`."""
         moved = _flat(tensor)
-        call = Call(f"send to rank {peer}", outputs=[tensor], kept=[moved])
+        call = MpiCall(f"send to rank {peer}", outputs=[tensor], kept=[moved])
         call.ask("Isend", self._buffer(moved), peer, tag)
         return call
 
-    def receive(self, tensor: Tensor, peer: int | None, tag: int) -> Call:
+    def receive(self, tensor: Tensor, peer: int | None, tag: int) -> MpiCall:
         """Receive `tensor` from rank `peer`, None for any."""
-        call = Call("recv" if peer is None else f"recv from rank {peer}", outputs=[tensor])
+        call = MpiCall("recv" if peer is None else f"recv from rank {peer}", outputs=[tensor])
         room = _flat_output(tensor, tensor.dtype)
         call.kept.append(room)
         call.ask("Irecv", self._buffer(room), self._mpi.ANY_SOURCE if peer is None else peer, tag)
@@ -213,18 +213,18 @@ class Calls:
         memory, datatype = self._buffer(flat)
         return [memory, (counts, list(accumulate(counts, initial=0))[:-1]), datatype]
 
-    def _carry(self, call: Call, tensor: Tensor, how: Reduction) -> Tensor:
+    def _carry(self, call: MpiCall, tensor: Tensor, how: Reduction) -> Tensor:
         carried = _scaled(_flat(tensor, how.dtype), how)
         call.kept.append(carried)
         return carried
 
-    def _reduced(self, call: Call, carried: Tensor, tensor: Tensor, how: Reduction) -> None:
+    def _reduced(self, call: MpiCall, carried: Tensor, tensor: Tensor, how: Reduction) -> None:
         if how.averages:
             whole = not (carried.is_floating_point() or carried.is_complex())
             call.after.append(lambda: carried.div_(self._size, rounding_mode="trunc" if whole else None))
         _copy_back(call, carried, tensor)
 
-    def _room(self, call: Call, outputs: Sequence[Tensor]) -> Tensor:
+    def _room(self, call: MpiCall, outputs: Sequence[Tensor]) -> Tensor:
         """Return one buffer for all of `outputs`, copied into them at the end unless it is their memory."""
         if len(outputs) == 1:
             room = _flat_output(outputs[0], outputs[0].dtype)
@@ -303,7 +303,7 @@ def _apart(flat: Tensor, other: Tensor) -> Tensor:
     return flat.clone() if first < second + second_bytes and second < first + first_bytes else flat
 
 
-def _copy_back(call: Call, flat: Tensor, tensor: Tensor) -> None:
+def _copy_back(call: MpiCall, flat: Tensor, tensor: Tensor) -> None:
     if flat.data_ptr() != tensor.data_ptr() or flat.dtype != tensor.dtype:
         call.after.append(lambda: tensor.detach().copy_(flat.view(tensor.shape)))
 
@@ -344,12 +344,12 @@ class Direct:
             and how.factor is None
         )
 
-    def all_reduce(self, call: Call, flat: Tensor, how: Reduction) -> None:
+    def all_reduce(self, call: MpiCall, flat: Tensor, how: Reduction) -> None:
         """Ask for the sum of everybody's `flat`, in its place."""
         parts = flat.tensor_split(self._size)
         mine, tag = parts[self._rank], self._next_tag()
 
-        def share(following: Call) -> None:
+        def share(following: MpiCall) -> None:
             for peer in self._peers:
                 following.ask("Irecv", self._buffer(parts[peer]), peer, tag)
                 following.ask("Isend", self._buffer(mine), peer, tag)
@@ -357,7 +357,7 @@ class Direct:
         self.reduce_scatter(call, parts, mine, how)
         call.following.append(share)
 
-    def reduce_scatter(self, call: Call, parts: Sequence[Tensor], output: Tensor, how: Reduction) -> None:
+    def reduce_scatter(self, call: MpiCall, parts: Sequence[Tensor], output: Tensor, how: Reduction) -> None:
         """Ask for the sum of this rank's part, of which `parts` has one for every rank, in `output`."""
         mine, tag = parts[self._rank], self._next_tag()
         received = [mine.new_empty(mine.numel()) for _ in self._peers]
@@ -366,7 +366,7 @@ class Direct:
             call.ask("Irecv", self._buffer(room), peer, tag)
             call.ask("Isend", self._buffer(parts[peer]), peer, tag)
 
-        def add_up(_: Call) -> None:
+        def add_up(_: MpiCall) -> None:
             total = received[0].to(how.dtype)
             for part in (*received[1:], mine):
                 total.add_(part)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardwise.dist.stores import Store
-    from shardwise.engines.mpi.calls import Call
-    from shardwise.engines.mpi.progress import Progress
+    from shardwise.engines.mpi.calls import MpiCall
+    from shardwise.engines.mpi.progress import MpiProgress
 
 _ProcessGroup: Any = dist.ProcessGroup
 """Without its stub, which knows each method by several signatures, of which torch itself uses one."""
@@ -27,7 +27,7 @@ _SUM = dist.ReduceOp(dist.ReduceOp.SUM)
 class MpiGroup(_ProcessGroup):  # type: ignore[misc]
     """Ranks that talk over a communicator of their own, so that groups never mix what they send."""
 
-    def __init__(self, progress: Progress, comm: Any, store: Store, timeout: timedelta) -> None:
+    def __init__(self, progress: MpiProgress, comm: Any, store: Store, timeout: timedelta) -> None:
         super().__init__(comm.rank, comm.size)
         self._progress = progress
         self._store = store
@@ -166,7 +166,7 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]
     def abort(self) -> None:
         """Leave what is under way as it is: nothing of MPI can be taken back alone."""
 
-    def _run(self, call: Call, opts: Any = None) -> MpiWork:
+    def _run(self, call: MpiCall, opts: Any = None) -> MpiWork:
         """Start what `call` asks, in the order of calls, which is the same on every rank."""
 
         def said() -> str:
@@ -181,7 +181,7 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]
             self._progress.carry()
         return work
 
-    def _post(self, call: Call) -> list[Any]:
+    def _post(self, call: MpiCall) -> list[Any]:
         """Ask MPI for all of `call` at once, so that nothing of another comes between; return its requests."""
         with self._progress.turn:
             try:

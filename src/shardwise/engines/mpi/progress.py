@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardwise.engines.mpi.calls import Call
+from shardwise.engines.mpi.calls import MpiCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +31,7 @@ _STOP_S = 1.0
 """What a callback on the thread gets to return, before the end of the process."""
 
 
-class Progress:
+class MpiProgress:
     """The one place that calls MPI: whose turn it is, what is under way, and the thread that carries it on.
 
     MPI moves data only inside its own calls. Whoever waits makes these calls himself; while nobody does, the thread
@@ -43,7 +43,7 @@ class Progress:
         self.mpi = mpi
         self.turn = threading.Lock()
         self._open: dict[int, MpiWork] = {}
-        self._lost: list[Call] = []
+        self._lost: list[MpiCall] = []
         self._posted = threading.Event()
         self._thread: threading.Thread | None = None
         self._changed_at = 0.0
@@ -69,7 +69,7 @@ class Progress:
         self._open.pop(id(work), None)
         self._changed_at = time.monotonic()
 
-    def keep(self, call: Call) -> None:
+    def keep(self, call: MpiCall) -> None:
         """Keep the buffers of `call` for ever: it failed in MPI, which may still use some of them."""
         self._lost.append(call)
 
@@ -115,9 +115,9 @@ class MpiWork(_Work):  # type: ignore[misc]
 
     def __init__(
         self,
-        progress: Progress,
-        call: Call,
-        post: Callable[[Call], list[Any]],
+        progress: MpiProgress,
+        call: MpiCall,
+        post: Callable[[MpiCall], list[Any]],
         *,
         said: Callable[[], str],
         limit_s: float,
@@ -175,7 +175,7 @@ class MpiWork(_Work):  # type: ignore[misc]
         except Exception as failed:  # noqa: BLE001 - told to whoever waits, in whichever thread
             error = failed
         self._end(error)
-        self._call = Call(self._call.said)  # lets go of the buffers
+        self._call = MpiCall(self._call.said)  # lets go of the buffers
         self._progress.forget(self)
 
     def _words(self, failed: Any) -> str:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shardwise.dist.stores import HashStore, TCPStore
 from shardwise.engines.mpi.group import MpiGroup
-from shardwise.engines.mpi.progress import Progress
+from shardwise.engines.mpi.progress import MpiProgress
 from shardwise.engines.mpi.types import GROUP_NAME, load_mpi
 from shardwise.environment import MPI_STARTERS, Identity
 from shardwise.errors import ShardwiseError, WorldError
@@ -38,7 +38,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class _Card:
+class _RankCard:
     """What a rank tells all others as they meet."""
 
     rank: int
@@ -52,7 +52,7 @@ class Runtime:
 
     def __init__(self) -> None:
         self.mpi = load_mpi()
-        self.progress = Progress(self.mpi)
+        self.progress = MpiProgress(self.mpi)
         self._meeting: Any = None
         self._farewell: Any = None
         self._worlds: dict[tuple[int, ...], Any] = {}
@@ -93,7 +93,7 @@ class Runtime:
         if self._farewell is None:
             self._meeting = self._duplicate(self.mpi.COMM_WORLD, limit_s)
             self._farewell = self._duplicate(self.mpi.COMM_WORLD, limit_s)
-        store, card = _open_store(identity) if needs_store else (None, _Card(identity.rank, socket.gethostname()))
+        store, card = _open_store(identity) if needs_store else (None, _RankCard(identity.rank, socket.gethostname()))
         cards = self._exchange(self._meeting, card, limit_s)
         self._world = self._ordered(self._meeting, tuple(shown.rank for shown in cards))
         if needs_store and store is None:
@@ -131,7 +131,7 @@ class Runtime:
         self._finish(request, limit_s)
         return copy
 
-    def _exchange(self, comm: Any, card: _Card, limit_s: float) -> list[_Card]:
+    def _exchange(self, comm: Any, card: _RankCard, limit_s: float) -> list[_RankCard]:
         words = "\n".join([str(card.rank), card.host, str(card.port), *card.addresses])
         mine = bytearray(words.encode()[:_CARD_BYTES].ljust(_CARD_BYTES, b"\0"))
         every = bytearray(_CARD_BYTES * comm.size)
@@ -241,20 +241,20 @@ def _gather_members(store: Store, group_rank: int, ranks: list[int], timeout: ti
         ) from error
 
 
-def _open_store(identity: Identity) -> tuple[Store | None, _Card]:
+def _open_store(identity: Identity) -> tuple[Store | None, _RankCard]:
     """Return rank 0's store, None on others, and what to tell all; it listens on loopback alone where it can."""
     host = socket.gethostname()
     if identity.rank != 0:
-        return None, _Card(identity.rank, host)
+        return None, _RankCard(identity.rank, host)
     if identity.world_size == 1:
-        return HashStore(), _Card(0, host)
+        return HashStore(), _RankCard(0, host)
     one_node = identity.local_world_size == identity.world_size
     listener = socket.create_server((_LOOPBACK if one_node else "", 0))
     port = listener.getsockname()[1]
     store = TCPStore(
         _LOOPBACK, port, identity.world_size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
-    return store, _Card(0, host, (_LOOPBACK,) if one_node else _own_addresses(host), port)
+    return store, _RankCard(0, host, (_LOOPBACK,) if one_node else _own_addresses(host), port)
 
 
 def _own_addresses(host: str) -> tuple[str, ...]:
@@ -268,7 +268,7 @@ def _own_addresses(host: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*(address for address in found if not address.startswith("127.")), host]))
 
 
-def _reach_store(identity: Identity, main: _Card, limit_s: float) -> Store:
+def _reach_store(identity: Identity, main: _RankCard, limit_s: float) -> Store:
     """Communicate with rank 0's store by the first of its addresses that answers."""
     for address in main.addresses:
         try:
@@ -287,9 +287,9 @@ def _reach_store(identity: Identity, main: _Card, limit_s: float) -> Store:
     )
 
 
-def _read_card(data: bytearray) -> _Card:
+def _read_card(data: bytearray) -> _RankCard:
     rank, host, port, *addresses = bytes(data).rstrip(b"\0").decode().split("\n")
-    return _Card(int(rank), host, tuple(addresses), int(port))
+    return _RankCard(int(rank), host, tuple(addresses), int(port))
 
 
 def _exit_code(error: BaseException) -> int:

@@ -151,7 +151,7 @@ def _attempt(
         port = listener.getsockname()[1]
         store = starter.start_store(listener)
     try:
-        place = Place(world_size=spec.nproc, store_host=LOOPBACK, store_port=port, restarts=restarts)
+        place = NodePlace(world_size=spec.nproc, store_host=LOOPBACK, store_port=port, restarts=restarts)
         ranks = start_ranks(spec, run, starter, place)
         write_start(log, spec, place, ranks)
         outcome = supervise(
@@ -169,7 +169,7 @@ def _attempt(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class NodePlace:
     """Where the ranks of this node stand in the world of one attempt, and where they meet."""
 
     world_size: int
@@ -183,7 +183,7 @@ class Place:
     """What else ranks are told, such as which interface to use."""
 
 
-def start_ranks(spec: LaunchSpec, run: RunDirectory, starter: Starter, place: Place) -> list[RankProcess]:
+def start_ranks(spec: LaunchSpec, run: RunDirectory, starter: Starter, place: NodePlace) -> list[RankProcess]:
     """Start the ranks of this node."""
     shared = {
         "MASTER_ADDR": place.store_host,
@@ -222,7 +222,7 @@ def start_ranks(spec: LaunchSpec, run: RunDirectory, starter: Starter, place: Pl
     return ranks
 
 
-def write_start(log: LaunchLog, spec: LaunchSpec, place: Place, ranks: Sequence[RankProcess]) -> None:
+def write_start(log: LaunchLog, spec: LaunchSpec, place: NodePlace, ranks: Sequence[RankProcess]) -> None:
     """Write down which ranks this node has started."""
     words = spec.target.words()
     log.attempt(

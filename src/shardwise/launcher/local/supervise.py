@@ -76,7 +76,7 @@ class Outcome:
 
 
 @dataclass
-class _Watch:
+class _RankWatch:
     """What the supervisor knows while it waits."""
 
     running: dict[int, RankProcess]
@@ -118,7 +118,7 @@ def supervise(
     says what else has ended that ranks cannot go on without; empty while all is there. `elsewhere` are the other
     nodes, None when there are none.
     """
-    watch = _Watch({process.rank: process for process in processes})
+    watch = _RankWatch({process.rank: process for process in processes})
     kills_before = oom_kills()
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     timed_out: tuple[int, ...] = ()
@@ -158,7 +158,7 @@ def supervise(
 
 
 def _reap(
-    watch: _Watch, codes: Mapping[int, int | None], now: float, failure_of: Callable[[int, int], Failure | None]
+    watch: _RankWatch, codes: Mapping[int, int | None], now: float, failure_of: Callable[[int, int], Failure | None]
 ) -> list[RankExit]:
     """Take note of the ranks that have ended since the last look, as their exit codes show, and return them."""
     known = len(watch.exits)
@@ -180,7 +180,7 @@ def _reap(
     return watch.exits[known:]
 
 
-def _talk(watch: _Watch, elsewhere: Elsewhere) -> None:
+def _talk(watch: _RankWatch, elsewhere: Elsewhere) -> None:
     """Tell the other nodes what is new, and do as they ask."""
     news = [exit_ for exit_ in watch.exits[watch.heard :] if exit_.failed]
     watch.heard = len(watch.exits)
@@ -192,7 +192,7 @@ def _talk(watch: _Watch, elsewhere: Elsewhere) -> None:
         elsewhere.leaving(watch.signals[0])
 
 
-def _stop_if_needed(watch: _Watch, now: float, grace_s: float) -> None:
+def _stop_if_needed(watch: _RankWatch, now: float, grace_s: float) -> None:
     """Stop in two steps, ask and kill. A second signal from the user skips to the last."""
     limit_s = grace_s if watch.request else min(grace_s, FAILURE_GRACE_S)
     if watch.stopping_since is None:
@@ -204,7 +204,7 @@ def _stop_if_needed(watch: _Watch, now: float, grace_s: float) -> None:
         _kill(watch)
 
 
-def _kill(watch: _Watch) -> None:
+def _kill(watch: _RankWatch) -> None:
     watch.killed = True
     watch.stopping_since = watch.stopping_since or time.monotonic()
     for process in watch.running.values():

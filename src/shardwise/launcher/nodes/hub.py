@@ -15,12 +15,12 @@ from shardwise.launcher.local.processes import start_fork
 from shardwise.launcher.nodes.messages import (
     Admit,
     Beat,
-    Ended,
     FromNode,
     Hello,
+    NodeEnded,
     Over,
     Refused,
-    Relay,
+    RelayMessage,
     Welcome,
     rebased,
 )
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardwise.launcher.local.processes import RankProcess
-    from shardwise.launcher.nodes.membership import Limits
+    from shardwise.launcher.nodes.membership import NodeLimits
 
 BEAT_S = 1.0
 """Between two signs of life, in both directions."""
@@ -62,7 +62,7 @@ class _Peer:
 def start_hub(
     listener: socket.socket,
     secret: str,
-    limits: Limits,
+    limits: NodeLimits,
     *,
     facts: Mapping[str, str],
     host: str,
@@ -142,7 +142,7 @@ class Hub:
                 if not self._greet(peer, message):
                     messages = None
                     break
-            elif isinstance(message, Relay):
+            elif isinstance(message, RelayMessage):
                 self._hand_on(peer, message)
             else:
                 self._roster.hear(peer.node, _dated(message), now)
@@ -151,7 +151,7 @@ class Hub:
             how = "its connection closed" if messages is None else f"silent for {silent_s:.0f} s"
             self._drop(peer, how, now)
 
-    def _hand_on(self, sender: _Peer, message: Relay) -> None:
+    def _hand_on(self, sender: _Peer, message: RelayMessage) -> None:
         for peer in self._peers:
             if peer is not sender and peer.node is not None and (message.to_all or peer.node == 0):
                 peer.wire.push(message)
@@ -195,7 +195,7 @@ class Hub:
 
 
 def _dated(message: FromNode) -> FromNode:
-    return msgspec.structs.replace(message, exits=rebased(message.exits)) if isinstance(message, Ended) else message
+    return msgspec.structs.replace(message, exits=rebased(message.exits)) if isinstance(message, NodeEnded) else message
 
 
 def _aged(message: msgspec.Struct) -> msgspec.Struct:

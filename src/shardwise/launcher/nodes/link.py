@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import LaunchError
 from shardwise.launcher.nodes.hub import BEAT_S, LOST_S
-from shardwise.launcher.nodes.messages import Beat, FromHub, Hello, Note, Refused, Relay, Welcome
+from shardwise.launcher.nodes.messages import Beat, FromHub, Hello, Note, Refused, RelayMessage, Welcome
 from shardwise.launcher.nodes.wire import PROTOCOL, Challenge, Proof, Wire, is_proof, new_nonce, prove
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _PATIENCE_S = 3.0
 """After so long a node says whom it waits for."""
 
 
-class Link:
+class HubLink:
     """What the launcher of a node tells the hub and hears from it; `lost` once that is over."""
 
     def __init__(self, wire: Wire[FromHub], welcome: Welcome, note: Callable[[str], None]) -> None:
@@ -65,7 +65,7 @@ class Link:
 
     def relay(self, body: str, *, to_all: bool = False) -> None:
         """Say something to who looks on at node 0, or from there at all other nodes."""
-        self.send(Relay(body, to_all))
+        self.send(RelayMessage(body, to_all))
 
     def take_relayed(self) -> list[str]:
         """Return what those who look on at other nodes have said since the last look."""
@@ -102,7 +102,7 @@ class Link:
                     self.lost = f"node 0 ({self.hub_address}), which holds the store, {how}"
                     return
                 for message in messages:
-                    if isinstance(message, Relay):
+                    if isinstance(message, RelayMessage):
                         self._relayed.put(message.body)
                     elif not isinstance(message, Beat):
                         self._inbox.put(message)
@@ -113,11 +113,11 @@ class Link:
 
 def join_hub(
     host: str, port: int, secret: str, hello: Hello, *, patience_s: float, note: Callable[[str], None]
-) -> Link:
+) -> HubLink:
     """Connect to the hub at `host`, which may not be up yet, show the secret, and be welcomed or refused."""
     wire: Wire[FromHub] = Wire(_connect(host, port, patience_s, note), FromHub)
     try:
-        return Link(wire, _be_welcomed(wire, f"{host}:{port}", secret, hello), note)
+        return HubLink(wire, _be_welcomed(wire, f"{host}:{port}", secret, hello), note)
     except LaunchError:
         wire.close()
         raise

@@ -22,7 +22,7 @@ _NO_KEEP_ALIVE = timedelta(hours=1)
 """torch would drop a node whose clock is some seconds off; the hub hears by itself who is there."""
 
 
-class _Card(msgspec.Struct):
+class _NodeCard(msgspec.Struct):
     """What nodes tell each other through the store when they have met."""
 
     node: int
@@ -72,8 +72,8 @@ def _meet(order: StartMeeting) -> Assembly:
         keep_alive_interval=int(_NO_KEEP_ALIVE.total_seconds()),
     )
     info = handler.next_rendezvous()
-    info.store.set(f"card/{info.rank}", msgspec.json.encode(_Card(order.node, order.nproc)))
-    cards = [msgspec.json.decode(info.store.get(f"card/{rank}"), type=_Card) for rank in range(info.world_size)]
+    info.store.set(f"card/{info.rank}", msgspec.json.encode(_NodeCard(order.node, order.nproc)))
+    cards = [msgspec.json.decode(info.store.get(f"card/{rank}"), type=_NodeCard) for rank in range(info.world_size)]
     return Assembly(tuple(card.node for card in cards), tuple(card.nproc for card in cards))
 
 

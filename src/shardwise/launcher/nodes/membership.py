@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class NodeLimits:
     """Between which bounds a run changes its nodes, and how long it waits for them."""
 
     least: int
@@ -75,7 +75,7 @@ class EndRun:
     lost: str = ""
 
 
-def decide_round(status: RoundStatus, limits: Limits, restarts: int) -> NextRound | EndRun:
+def decide_round(status: RoundStatus, limits: NodeLimits, restarts: int) -> NextRound | EndRun:
     """Say what follows a round."""
     if status.interrupted or status.is_done:
         saved = any(exit_.returncode == PREEMPTED for exit_ in status.exits)
@@ -101,7 +101,7 @@ def decide_round(status: RoundStatus, limits: Limits, restarts: int) -> NextRoun
     return EndRun(exit_code=decision.exit_code)
 
 
-def _after_loss(status: RoundStatus, limits: Limits, restarts: int) -> NextRound | EndRun:
+def _after_loss(status: RoundStatus, limits: NodeLimits, restarts: int) -> NextRound | EndRun:
     """A lost node explains whatever else went wrong, and is no failure of the job."""
     if not status.gone:
         return EndRun(failed=True, lost=status.broken)

@@ -48,7 +48,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """I am here."""
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
+class NodeReady(msgspec.Struct, frozen=True, tag="ready"):
     """This node can start ranks at once."""
 
 
@@ -97,7 +97,7 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     signal: Signals
 
 
-class Ended(msgspec.Struct, frozen=True, tag="ended"):
+class NodeEnded(msgspec.Struct, frozen=True, tag="ended"):
     """All ranks of this node have ended; or could not be started, as `lost` says."""
 
     round: int
@@ -144,15 +144,15 @@ class Over(msgspec.Struct, frozen=True, tag="over"):
     """Which collectives of the ranks did not match, if that ended them."""
 
 
-class Relay(msgspec.Struct, frozen=True, tag="relay"):
+class RelayMessage(msgspec.Struct, frozen=True, tag="relay"):
     """What those who look on at nodes say to each other, and the hub does not read: to node 0, or from it to all."""
 
     body: str
     to_all: bool = False
 
 
-FromNode = Proof | Hello | Beat | Ready | Opened | Met | Failing | Leaving | Ended | Relay
-FromHub = Challenge | Proof | Welcome | Refused | Beat | Admit | Meet | Stop | Note | Again | Over | Relay
+FromNode = Proof | Hello | Beat | NodeReady | Opened | Met | Failing | Leaving | NodeEnded | RelayMessage
+FromHub = Challenge | Proof | Welcome | Refused | Beat | Admit | Meet | Stop | Note | Again | Over | RelayMessage
 
 
 def rebased(exits: Iterable[RankExit]) -> tuple[RankExit, ...]:

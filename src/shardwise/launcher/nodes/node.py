@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import LaunchError
 from shardwise.launcher.nodes.hub import LOST_S, start_hub
-from shardwise.launcher.nodes.link import Link, join_hub
-from shardwise.launcher.nodes.membership import Limits
+from shardwise.launcher.nodes.link import HubLink, join_hub
+from shardwise.launcher.nodes.membership import NodeLimits
 from shardwise.launcher.nodes.messages import Hello
 from shardwise.launcher.nodes.network import interface_of, is_loopback, is_own, listen, listening_address, resolve
 from shardwise.runs.console import printable
@@ -70,7 +70,7 @@ def join_run(
     facts: Mapping[str, str],
     make_run: Callable[[Path | None], RunDirectory],
     note: Callable[[str], None],
-) -> Iterator[tuple[Link, RunDirectory]]:
+) -> Iterator[tuple[HubLink, RunDirectory]]:
     """Run the hub if this is node 0, be welcomed by it, and yield the link and the run directory.
 
     `make_run` makes that directory: a new one, or the one that node 0 has named.
@@ -91,7 +91,7 @@ def join_run(
                     f"shardwise: SHARDWISE_SECRET is not set: who reaches {where}:{nodes.port} and knows --rdzv-id"
                     f" {nodes.run_id!r} can join; export the same random secret on every node"
                 )
-            limits = Limits(
+            limits = NodeLimits(
                 least=nodes.least,
                 most=nodes.most,
                 max_restarts=nodes.max_restarts,

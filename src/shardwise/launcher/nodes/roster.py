@@ -11,18 +11,18 @@ import msgspec
 
 from shardwise.launcher.explain import find_mismatch
 from shardwise.launcher.local.supervise import SETTLE_S
-from shardwise.launcher.nodes.membership import EndRun, Limits, RoundStatus, decide_round, place_node
+from shardwise.launcher.nodes.membership import EndRun, NodeLimits, RoundStatus, decide_round, place_node
 from shardwise.launcher.nodes.messages import (
     Again,
-    Ended,
     Failing,
     Leaving,
     Meet,
     Met,
+    NodeEnded,
+    NodeReady,
     Note,
     Opened,
     Over,
-    Ready,
     Refused,
     Stop,
     Welcome,
@@ -47,7 +47,7 @@ class _Member:
     is_ready: bool = False
     in_round: bool = False
     """It was told to meet, or met."""
-    ended: Ended | None = None
+    ended: NodeEnded | None = None
     is_leaving: int = 0
     """Signal by which its launcher was told to stop; 0 for none."""
 
@@ -77,7 +77,7 @@ class _Round:
     stop_reason: str = ""
     grow_at: float = math.inf
     gone: list[str] = field(default_factory=list)
-    ends: list[tuple[str, Ended]] = field(default_factory=list)
+    ends: list[tuple[str, NodeEnded]] = field(default_factory=list)
     """Place of a node, and how its ranks ended."""
 
     @property
@@ -114,7 +114,7 @@ class _Round:
 class Roster:
     """Takes what happens, in the order of events, and yields messages by node; node 0 is the one that asks."""
 
-    def __init__(self, limits: Limits, *, facts: Mapping[str, str], host: str, run: str, now: float) -> None:
+    def __init__(self, limits: NodeLimits, *, facts: Mapping[str, str], host: str, run: str, now: float) -> None:
         """Begin with no node; `facts` must be the same on all, `host` and `run` are node 0's name and directory."""
         self.is_over = False
         self._limits = limits
@@ -155,7 +155,7 @@ class Roster:
         if member is None or self.is_over or getattr(message, "round", self._round.number) != self._round.number:
             return
         match message:
-            case Ready():
+            case NodeReady():
                 member.is_ready = True
                 self._invite(member, now)
             case Opened(_, port):
@@ -169,7 +169,7 @@ class Roster:
                 self._round.stop(f"a rank of {member.place} failed", now if certain else now + SETTLE_S)
             case Leaving(number):
                 self._let_go(member, number)
-            case Ended():
+            case NodeEnded():
                 self._take_end(member, message, now)
 
     def lose(self, node: int, how: str, now: float) -> None:
@@ -264,7 +264,7 @@ class Roster:
         self._ask_to_stop(f"{member.place} was told to stop", number)
         self._conclude_if_done()
 
-    def _take_end(self, member: _Member, ended: Ended, now: float) -> None:
+    def _take_end(self, member: _Member, ended: NodeEnded, now: float) -> None:
         member.ended = ended
         exits = tuple(replace(exit_, place=member.place) for exit_ in ended.exits)
         self._round.ends.append((member.place, msgspec.structs.replace(ended, exits=exits)))

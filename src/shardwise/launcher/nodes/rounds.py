@@ -14,7 +14,7 @@ from shardwise.launcher.explain import gather_evidence
 from shardwise.launcher.local.attempts import (
     Launched,
     LaunchSpec,
-    Place,
+    NodePlace,
     describe_lost,
     find_failure,
     node_environment,
@@ -30,14 +30,14 @@ from shardwise.launcher.nodes.meeting import PRELOAD
 from shardwise.launcher.nodes.messages import (
     Admit,
     Again,
-    Ended,
     Failing,
     Leaving,
     Meet,
     Met,
+    NodeEnded,
+    NodeReady,
     Opened,
     Over,
-    Ready,
     Stop,
     rebased,
 )
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from shardwise.launcher.local.processes import RankProcess
     from shardwise.launcher.local.starters import ForkStarter, Starter
-    from shardwise.launcher.nodes.link import Link
+    from shardwise.launcher.nodes.link import HubLink
     from shardwise.launcher.nodes.node import NodesSpec
     from shardwise.runs import RunDirectory
 
@@ -72,7 +72,7 @@ class _Ended(Exception):  # noqa: N818 - no error: the run is over for this node
 def launch_nodes(
     spec: LaunchSpec,
     nodes: NodesSpec,
-    link: Link,
+    link: HubLink,
     run: RunDirectory,
     *,
     observers: Sequence[Observer] = (),
@@ -124,7 +124,7 @@ class _Node:
 
     spec: LaunchSpec
     nodes: NodesSpec
-    link: Link
+    link: HubLink
     run: RunDirectory
     starter: Starter
     environ: Mapping[str, str]
@@ -174,9 +174,9 @@ class _Node:
         assembly = self._assemble(meet)
         self.door.shut()
         if assembly is None:
-            self.link.send(Ended(meet.round, ()))
+            self.link.send(NodeEnded(meet.round, ()))
         elif assembly.refusal:
-            self.link.send(Ended(meet.round, (), lost=f"the nodes did not meet ({assembly.refusal})"))
+            self.link.send(NodeEnded(meet.round, (), lost=f"the nodes did not meet ({assembly.refusal})"))
         else:
             self.link.send(Met(meet.round, assembly.nodes))
             self._run_ranks(meet, assembly, store, observers, placed)
@@ -204,7 +204,7 @@ class _Node:
         """Serve the store of this round if this is node 0, and say so."""
         if self.link.node != 0:
             if not self.has_greeted:
-                self.link.send(Ready())
+                self.link.send(NodeReady())
                 self.has_greeted = True
             yield None
             return
@@ -311,7 +311,7 @@ class _Node:
                     self.over = message
 
 
-def _meeting_order(meet: Meet, link: Link, nodes: NodesSpec, nproc: int, environ: Mapping[str, str]) -> StartMeeting:
+def _meeting_order(meet: Meet, link: HubLink, nodes: NodesSpec, nproc: int, environ: Mapping[str, str]) -> StartMeeting:
     """Return the order to join the rendezvous of a round, at the store of node 0."""
     run_id = f"{nodes.run_id}.{meet.round}"
     return StartMeeting(
@@ -329,9 +329,9 @@ def _meeting_order(meet: Meet, link: Link, nodes: NodesSpec, nproc: int, environ
     )
 
 
-def _ended(round_: int, outcome: Outcome, run: RunDirectory, *, is_stopped: bool) -> Ended:
+def _ended(round_: int, outcome: Outcome, run: RunDirectory, *, is_stopped: bool) -> NodeEnded:
     """Return what the hub hears of the ranks of this node; if it stopped them itself, not why they were stopped."""
-    return Ended(
+    return NodeEnded(
         round_,
         rebased(gather_evidence(outcome.exits, run)),
         lost="" if is_stopped else outcome.lost,
@@ -340,10 +340,10 @@ def _ended(round_: int, outcome: Outcome, run: RunDirectory, *, is_stopped: bool
     )
 
 
-def _place(link: Link, meet: Meet, assembly: Assembly, variables: Mapping[str, str]) -> Place:
+def _place(link: HubLink, meet: Meet, assembly: Assembly, variables: Mapping[str, str]) -> NodePlace:
     """Say where this node's ranks stand in the world that the nodes have agreed on."""
     index = assembly.nodes.index(link.node)
-    return Place(
+    return NodePlace(
         world_size=sum(assembly.nprocs),
         store_host=link.hub_address,
         store_port=meet.port,
@@ -355,7 +355,7 @@ def _place(link: Link, meet: Meet, assembly: Assembly, variables: Mapping[str, s
     )
 
 
-def _describe(node: int, place: Place, ranks: range, interface: str) -> str:
+def _describe(node: int, place: NodePlace, ranks: range, interface: str) -> str:
     which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
     nodes = "alone" if place.num_nodes == 1 else f"one of {place.num_nodes}"
     return (

@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import LaunchError
 from shardwise.launcher.nodes.network import is_own, resolve
-from shardwise.launcher.ssh.session import NO_FOLDER, NO_PYTHON, Answer, Facts, Listen, Look, Reach, Reply, ssh_words
+from shardwise.launcher.ssh.session import (
+    NO_FOLDER,
+    NO_PYTHON,
+    Facts,
+    HostAnswer,
+    Listen,
+    Look,
+    Reach,
+    Reply,
+    ssh_words,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,7 +41,7 @@ _DEFAULT_PORT = 22
 
 
 @dataclass(frozen=True)
-class Meeting:
+class HostRendezvous:
     """Where nodes will meet: an address of node 0 that all others were seen to reach."""
 
     address: str
@@ -72,7 +82,7 @@ def look_at_all(sessions: Sequence[Session], hub: Sessions, target: Target) -> d
 
 def find_meeting(
     sessions: Sequence[Session], hub: Sessions, facts: Mapping[Session, Facts], wanted: str, port: int
-) -> Meeting:
+) -> HostRendezvous:
     """Return the first address of node 0 that all others reach, tried for real; `wanted` is the user's, or empty.
 
     Port 0 takes one that is free there.
@@ -82,7 +92,7 @@ def find_meeting(
     refusals = []
     for address in addresses:
         found = _try(first, others, hub, address, port)
-        if isinstance(found, Meeting):
+        if isinstance(found, HostRendezvous):
             return found
         refusals.append(found)
     if not refusals:
@@ -94,11 +104,13 @@ def find_meeting(
     raise refusals[0]
 
 
-def _try(first: Session, others: Sequence[Session], hub: Sessions, address: str, port: int) -> Meeting | LaunchError:
+def _try(
+    first: Session, others: Sequence[Session], hub: Sessions, address: str, port: int
+) -> HostRendezvous | LaunchError:
     """Have node 0 listen at an address and all others come there."""
     word = secrets.token_hex(8)
     answer = hub.ask([(first, Listen(address, port, word))], _REACH_S).get(first)
-    if not isinstance(answer, Answer) or answer.refusal:
+    if not isinstance(answer, HostAnswer) or answer.refusal:
         return LaunchError(
             f"host {first.name} cannot listen: {_refusal(answer)}",
             code="launch.host-cannot-listen",
@@ -107,7 +119,7 @@ def _try(first: Session, others: Sequence[Session], hub: Sessions, address: str,
     reached = hub.ask([(session, Reach(address, answer.port, word)) for session in others], _REACH_S)
     cut = {session.name: why for session in others if (why := _refusal(reached.get(session)))}
     if not cut:
-        return Meeting(address, answer.port)
+        return HostRendezvous(address, answer.port)
     name, why = next(iter(cut.items()))
     more = f" and {len(cut) - 1} others" if len(cut) > 1 else ""
     return LaunchError(
@@ -118,7 +130,7 @@ def _try(first: Session, others: Sequence[Session], hub: Sessions, address: str,
 
 
 def _refusal(reply: Reply | None) -> str:
-    return reply.refusal if isinstance(reply, Answer) else "no answer"
+    return reply.refusal if isinstance(reply, HostAnswer) else "no answer"
 
 
 def explain_end(session: Session) -> LaunchError:

@@ -21,8 +21,8 @@ from shardwise.launcher.nodes.network import is_own, listen, own_addresses
 from shardwise.launcher.ssh.session import (
     MARK,
     SILENCE_S,
-    Answer,
     Facts,
+    HostAnswer,
     Listen,
     Look,
     Order,
@@ -81,7 +81,7 @@ def main() -> int:
                 case Listen():
                     door, word = _open(order), order.word
                 case Reach():
-                    _say(Answer(refusal=_reach(order)))
+                    _say(HostAnswer(refusal=_reach(order)))
                 case Start():
                     return _run(order, launcher)
     return JOB_FAILED
@@ -112,14 +112,14 @@ def _facts(target: Target) -> Facts:
 def _open(order: Listen) -> socket.socket | None:
     """Open the door and say how that went."""
     if not is_own(order.address):
-        _say(Answer(refusal=f"{order.address} is not its address"))
+        _say(HostAnswer(refusal=f"{order.address} is not its address"))
         return None
     try:
         door = listen(order.address, order.port)
     except LaunchError as error:
-        _say(Answer(refusal=error.fact))
+        _say(HostAnswer(refusal=error.fact))
         return None
-    _say(Answer(port=int(door.getsockname()[1])))
+    _say(HostAnswer(port=int(door.getsockname()[1])))
     return door
 
 

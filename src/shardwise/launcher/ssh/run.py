@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import LaunchError, nearest
 from shardwise.launcher.local.supervise import caught_signals
-from shardwise.launcher.ssh.checks import Meeting, find_here, find_meeting, look_at_all
+from shardwise.launcher.ssh.checks import HostRendezvous, find_here, find_meeting, look_at_all
 from shardwise.launcher.ssh.session import Session, Sessions, Start
 from shardwise.runs.console import INTERRUPTED, JOB_FAILED, describe_exit
 
@@ -29,7 +29,7 @@ _MARGIN_S = 5.0
 def launch_on_hosts(
     hosts: Sequence[HostSpec],
     target: Target,
-    node_words: Callable[[Meeting], Sequence[Sequence[str]]],
+    node_words: Callable[[HostRendezvous], Sequence[Sequence[str]]],
     *,
     variables: Mapping[str, str],
     least: int,

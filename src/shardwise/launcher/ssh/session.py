@@ -182,7 +182,7 @@ class Sessions:
                 orders.append(Signal(self.signals.pop(0)))
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + BEAT_S
-                orders.append(Beat())
+                orders.append(SessionBeat())
             for session in self.all:
                 for order in orders:
                     session.send(order)
@@ -259,7 +259,7 @@ class Signal(msgspec.Struct, frozen=True, tag="signal"):
     number: int
 
 
-class Beat(msgspec.Struct, frozen=True, tag="beat"):
+class SessionBeat(msgspec.Struct, frozen=True, tag="beat"):
     """The launcher is alive."""
 
 
@@ -280,12 +280,12 @@ class Facts(msgspec.Struct, frozen=True, tag="facts"):
     """Why the target cannot be started there; empty when it can."""
 
 
-class Answer(msgspec.Struct, frozen=True, tag="answer"):
+class HostAnswer(msgspec.Struct, frozen=True, tag="answer"):
     """To Listen (with the port) and Reach: how it went; no refusal is success."""
 
     port: int = 0
     refusal: str = ""
 
 
-Order = Look | Listen | Reach | Start | Signal | Beat
-Reply = Facts | Answer
+Order = Look | Listen | Reach | Start | Signal | SessionBeat
+Reply = Facts | HostAnswer

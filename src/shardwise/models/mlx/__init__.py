@@ -7,7 +7,7 @@ try:
 except ImportError as error:
     raise MissingExtraError.of("shardwise.models.mlx", "mlx") from error
 
-from shardwise.models.mlx.decoder import Decoder, decoder
-from shardwise.models.mlx.resnet import ResNet, resnet18, resnet34, resnet50
+from shardwise.models.mlx.decoder import MlxDecoder, decoder
+from shardwise.models.mlx.resnet import MlxResNet, resnet18, resnet34, resnet50
 
-__all__ = ["Decoder", "ResNet", "decoder", "resnet18", "resnet34", "resnet50"]
+__all__ = ["MlxDecoder", "MlxResNet", "decoder", "resnet18", "resnet34", "resnet50"]

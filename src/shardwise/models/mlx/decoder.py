@@ -12,14 +12,14 @@ from shardwise.models.decoder import INIT_STD
 from shardwise.plans.catalogue import DecoderConfig, decoder_config, override
 
 
-def decoder(name_or_config: str | DecoderConfig, **overrides: object) -> Decoder:
+def decoder(name_or_config: str | DecoderConfig, **overrides: object) -> MlxDecoder:
     """Return a fresh decoder of a published size or of a config, with single fields replaced."""
     if isinstance(name_or_config, DecoderConfig):
-        return Decoder(override(name_or_config, **overrides))
-    return Decoder(decoder_config(name_or_config, **overrides))
+        return MlxDecoder(override(name_or_config, **overrides))
+    return MlxDecoder(decoder_config(name_or_config, **overrides))
 
 
-class Decoder(nn.Module):  # type: ignore[misc]  # mlx is not followed
+class MlxDecoder(nn.Module):  # type: ignore[misc]  # mlx is not followed
     """Tokens, integers [batch, tokens], to logits [batch, tokens, vocab_size]; no dropout.
 
     A tied head is the embedding itself and has no weight of its own, as among torch's parameters.
@@ -31,7 +31,7 @@ class Decoder(nn.Module):  # type: ignore[misc]  # mlx is not followed
         self.embed = nn.Embedding(config.vocab_size, config.width)
         if config.family == "gpt2":
             self.positions = nn.Embedding(config.context, config.width)
-        self.blocks = [Block(config) for _ in range(config.num_layers)]
+        self.blocks = [MlxBlock(config) for _ in range(config.num_layers)]
         self.norm = _norm(config)
         if not config.tie_head:
             self.head = nn.Linear(config.width, config.vocab_size, bias=False)
@@ -65,15 +65,15 @@ class Decoder(nn.Module):  # type: ignore[misc]  # mlx is not followed
         return self.embed.as_linear(x) if self.config.tie_head else self.head(x)
 
 
-class Block(nn.Module):  # type: ignore[misc]  # mlx is not followed
+class MlxBlock(nn.Module):  # type: ignore[misc]  # mlx is not followed
     """Attention, then a feed-forward part; each reads a normed x and adds to it."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.attn_norm = _norm(config)
-        self.attn = Attention(config)
+        self.attn = MlxAttention(config)
         self.mlp_norm = _norm(config)
-        self.mlp = Mlp(config)
+        self.mlp = MlxMlp(config)
 
     def __call__(self, x: Any) -> Any:
         """Return x [batch, tokens, width] after both parts."""
@@ -81,7 +81,7 @@ class Block(nn.Module):  # type: ignore[misc]  # mlx is not followed
         return x + self.mlp(self.mlp_norm(x))
 
 
-class Attention(nn.Module):  # type: ignore[misc]  # mlx is not followed
+class MlxAttention(nn.Module):  # type: ignore[misc]  # mlx is not followed
     """Causal attention; the rows of `qkv` are ordered by group: its query heads, its key head, its value head."""
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -110,7 +110,7 @@ class Attention(nn.Module):  # type: ignore[misc]  # mlx is not followed
         return mx.fast.rope(heads, self.head_width, traditional=False, base=self.rope_base, scale=1.0, offset=0)
 
 
-class Mlp(nn.Module):  # type: ignore[misc]  # mlx is not followed
+class MlxMlp(nn.Module):  # type: ignore[misc]  # mlx is not followed
     """down(gelu(up(x))) in GPT-2's shape, down(silu(gate(x)) * up(x)) in Llama's."""
 
     def __init__(self, config: DecoderConfig) -> None:

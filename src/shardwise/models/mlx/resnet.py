@@ -22,22 +22,28 @@ NORMS: dict[str, Callable[[int], Any]] = {
 }
 
 
-def resnet18(*, num_classes: int = 1000, in_channels: int = 3, norm: Norm = "batch", stem: Stem = "imagenet") -> ResNet:
+def resnet18(
+    *, num_classes: int = 1000, in_channels: int = 3, norm: Norm = "batch", stem: Stem = "imagenet"
+) -> MlxResNet:
     """Return ResNet-18; 11,689,512 parameters at the defaults."""
-    return ResNet((2, 2, 2, 2), basic, num_classes=num_classes, in_channels=in_channels, norm=norm, stem=stem)
+    return MlxResNet((2, 2, 2, 2), basic, num_classes=num_classes, in_channels=in_channels, norm=norm, stem=stem)
 
 
-def resnet34(*, num_classes: int = 1000, in_channels: int = 3, norm: Norm = "batch", stem: Stem = "imagenet") -> ResNet:
+def resnet34(
+    *, num_classes: int = 1000, in_channels: int = 3, norm: Norm = "batch", stem: Stem = "imagenet"
+) -> MlxResNet:
     """Return ResNet-34; 21,797,672 parameters at the defaults."""
-    return ResNet((3, 4, 6, 3), basic, num_classes=num_classes, in_channels=in_channels, norm=norm, stem=stem)
+    return MlxResNet((3, 4, 6, 3), basic, num_classes=num_classes, in_channels=in_channels, norm=norm, stem=stem)
 
 
-def resnet50(*, num_classes: int = 1000, in_channels: int = 3, norm: Norm = "batch", stem: Stem = "imagenet") -> ResNet:
+def resnet50(
+    *, num_classes: int = 1000, in_channels: int = 3, norm: Norm = "batch", stem: Stem = "imagenet"
+) -> MlxResNet:
     """Return ResNet-50 (stride in the 3x3 convolution); 25,557,032 parameters at the defaults."""
-    return ResNet((3, 4, 6, 3), bottleneck, num_classes=num_classes, in_channels=in_channels, norm=norm, stem=stem)
+    return MlxResNet((3, 4, 6, 3), bottleneck, num_classes=num_classes, in_channels=in_channels, norm=norm, stem=stem)
 
 
-class ResNet(nn.Module):  # type: ignore[misc]  # mlx is not followed
+class MlxResNet(nn.Module):  # type: ignore[misc]  # mlx is not followed
     """Images [batch, channels, height, width], as torch has them, to logits [batch, num_classes].
 
     Inside channels are last, as MLX's layers want them. Stem "imagenet" shrinks its input four times; "small" keeps
@@ -62,13 +68,13 @@ class ResNet(nn.Module):  # type: ignore[misc]  # mlx is not followed
         size, stride = (3, 1) if stem == "small" else (7, 2)
         self.stem = Projection(in_channels, WIDTHS[0], size, stride, norm)
         self.pool = None if stem == "small" else nn.MaxPool2d(3, stride=2, padding=1)
-        self.stages: list[list[Residual]] = []
+        self.stages: list[list[MlxResidual]] = []
         channels = WIDTHS[0]
         for width, count in zip(WIDTHS, num_blocks, strict=True):
             stage = []
             for index in range(count):
                 stride = 2 if index == 0 and width > WIDTHS[0] else 1
-                stage.append(Residual(channels, body(width, stride), norm))
+                stage.append(MlxResidual(channels, body(width, stride), norm))
                 channels = stage[-1].out_channels
             self.stages.append(stage)
         self.head = nn.Linear(channels, num_classes)
@@ -81,7 +87,7 @@ class ResNet(nn.Module):  # type: ignore[misc]  # mlx is not followed
                 out_channels, height, width, _ = module.weight.shape
                 std = math.sqrt(2 / (out_channels * height * width))  # Kaiming's rule, by the fan-out
                 module.weight = mx.random.normal(module.weight.shape, scale=std)
-            elif isinstance(module, Residual):
+            elif isinstance(module, MlxResidual):
                 module.init_as_identity()
 
     def __call__(self, images: Any) -> Any:
@@ -95,7 +101,7 @@ class ResNet(nn.Module):  # type: ignore[misc]  # mlx is not followed
         return self.head(x.mean(axis=(1, 2)))
 
 
-class Residual(nn.Module):  # type: ignore[misc]  # mlx is not followed
+class MlxResidual(nn.Module):  # type: ignore[misc]  # mlx is not followed
     """relu(body(x) + shortcut(x)); the shortcut is a projection only where the shape changes."""
 
     def __init__(self, channels: int, parts: Sequence[tuple[int, int, int]], norm: str) -> None:

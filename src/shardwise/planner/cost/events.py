@@ -207,7 +207,7 @@ def pipeline_floor(busy: Sequence[float], stage_seconds: Sequence[float], micro_
 COMPUTE, WIRE = "compute", "communication"
 
 
-class Unit(NamedTuple):
+class WorkUnit(NamedTuple):
     """What is gathered, computed and summed as one: a block, or what stands before or after the blocks. Seconds."""
 
     name: str
@@ -245,7 +245,7 @@ class Pass(NamedTuple):
         return max(0.0, self.gathering + self.reducing - self.exposed)
 
 
-def forward_tasks(units: Sequence[Unit], *, prefetch: int, gathers: bool) -> list[Task]:
+def forward_tasks(units: Sequence[WorkUnit], *, prefetch: int, gathers: bool) -> list[Task]:
     """Return the tasks of a forward pass: each unit gathered `prefetch` units ahead of its use."""
     tasks: list[Task] = []
     computed: list[int] = []
@@ -261,7 +261,7 @@ def forward_tasks(units: Sequence[Unit], *, prefetch: int, gathers: bool) -> lis
     return tasks
 
 
-def backward_tasks(units: Sequence[Unit], *, prefetch: int, gathers: bool, reduces: bool) -> list[Task]:
+def backward_tasks(units: Sequence[WorkUnit], *, prefetch: int, gathers: bool, reduces: bool) -> list[Task]:
     """Return the tasks of a backward pass: the next unit's gather is sent off before this one's gradients are."""
     tasks: list[Task] = []
     computed: list[int] = []

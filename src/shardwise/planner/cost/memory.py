@@ -10,7 +10,7 @@ from shardwise.planner.cost.stages import Holdings, add_up, cut_stages
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from shardwise.planner.cost.stages import Share, Stage
+    from shardwise.planner.cost.stages import Share, StageParts
     from shardwise.planner.model.shape import ModelShape, Moment, Part
     from shardwise.plans.plan import Plan
 
@@ -79,8 +79,8 @@ def predict_memory(
     return max(memories, key=lambda memory: memory.peak)
 
 
-def _stages_by_rank(shape: ModelShape, plan: Plan) -> list[list[Stage]]:
-    stages: dict[int, list[Stage]] = {}
+def _stages_by_rank(shape: ModelShape, plan: Plan) -> list[list[StageParts]]:
+    stages: dict[int, list[StageParts]] = {}
     for stage in cut_stages(shape, plan):
         stages.setdefault(stage.rank, []).append(stage)
     return [stages[rank] for rank in sorted(stages)]

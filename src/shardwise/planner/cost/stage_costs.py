@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.layout import Layout
 from shardwise.planner.cost.compute import PartCost, Seconds
-from shardwise.planner.cost.events import Unit, bucket_reduces
+from shardwise.planner.cost.events import WorkUnit, bucket_reduces
 from shardwise.planner.cost.stages import uses_ddp
 from shardwise.planner.cost.traffic import collective, place
 from shardwise.planner.model.shape import ELEMENT_BYTES
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardwise.hardware.calibration import Calibration
     from shardwise.hardware.machine import Cluster
     from shardwise.planner.cost.compute import ComputeModel
-    from shardwise.planner.cost.stages import Stage
+    from shardwise.planner.cost.stages import StageParts
     from shardwise.planner.cost.traffic import Collective, Placement, Transfer
     from shardwise.planner.model.shape import ModelShape, Part
     from shardwise.plans.plan import Plan
@@ -66,7 +66,7 @@ def _size(layout: Layout, axes: tuple[str, ...]) -> int:
     return math.prod(getattr(layout, axis) for axis in axes)
 
 
-class Exchange(NamedTuple):
+class ActivationExchange(NamedTuple):
     """Communication in the middle of a pass, which nothing hides. Seconds."""
 
     tensor: float = 0.0
@@ -83,12 +83,12 @@ class Exchange(NamedTuple):
 class StageCost:
     """One stage on one rank, for one micro-batch."""
 
-    units: tuple[Unit, ...]
+    units: tuple[WorkUnit, ...]
     forward: Seconds
     backward: Seconds
     again: Seconds
     """What recompute adds to backward."""
-    exchange: Exchange
+    exchange: ActivationExchange
     """Forward and backward together."""
     trained: float
     """Parameters with gradients on this rank, before the shard axis cuts them."""
@@ -99,11 +99,11 @@ class StageCost:
         return self.forward.total + self.backward.total + self.again.total + self.exchange.total
 
 
-def stage_cost(stage: Stage, shape: ModelShape, plan: Plan, compute: ComputeModel, wires: Wires) -> StageCost:
+def stage_cost(stage: StageParts, shape: ModelShape, plan: Plan, compute: ComputeModel, wires: Wires) -> StageCost:
     """Return what one micro-batch costs on a stage."""
     forward = backward = again = Seconds()
-    exchanged = Exchange()
-    units: list[Unit] = []
+    exchanged = ActivationExchange()
+    units: list[WorkUnit] = []
     gradients: list[float] = []
     for part, count in stage.parts:
         cost, extra = _part_cost(part, plan, compute)
@@ -111,7 +111,7 @@ def stage_cost(stage: Stage, shape: ModelShape, plan: Plan, compute: ComputeMode
         given = compute.assumptions
         once = once._replace(tensor=once.tensor * (1.0 - given.overlapped_tensor * (1.0 - given.contention)))
         repeats = 2 + (plan.recompute != "none" and part.kind == "block")
-        unit = Unit(
+        unit = WorkUnit(
             name=part.name,
             forward=cost.forward.total + once.total,
             backward=cost.backward.total + extra.total + (repeats - 1) * once.total,
@@ -120,7 +120,7 @@ def stage_cost(stage: Stage, shape: ModelShape, plan: Plan, compute: ComputeMode
         gradients += [numel_of(part, plan.layout, trained=True)] * count
         forward, backward = forward.plus(cost.forward, count), backward.plus(cost.backward, count)
         again = again.plus(extra, count)
-        exchanged = Exchange(*(a + repeats * count * b for a, b in zip(exchanged, once, strict=True)))
+        exchanged = ActivationExchange(*(a + repeats * count * b for a, b in zip(exchanged, once, strict=True)))
     if plan.zero >= 2:
         units = _sharded(stage, units, plan, wires, compute)
     elif uses_ddp(plan):
@@ -179,7 +179,7 @@ def context_exchange(part: Part, samples: int, layout: Layout, wires: Wires) -> 
     return part.num_cp_exchanges * wires.seconds("all_to_all", size, inner, "cp")
 
 
-def _exchange(part: Part, shape: ModelShape, plan: Plan, wires: Wires) -> Exchange:
+def _exchange(part: Part, shape: ModelShape, plan: Plan, wires: Wires) -> ActivationExchange:
     """Return what one forward pass of a part waits for inside."""
     layout = plan.layout
     tensor = tensor_exchange(
@@ -191,12 +191,12 @@ def _exchange(part: Part, shape: ModelShape, plan: Plan, wires: Wires) -> Exchan
         fused=plan.fused_loss and shape.head is not None,
     )
     if layout.cp > 1:
-        return Exchange(tensor, context=context_exchange(part, plan.micro_batch, layout, wires))
+        return ActivationExchange(tensor, context=context_exchange(part, plan.micro_batch, layout, wires))
     if not shape.ties_samples or plan.batch_norm == "local" or layout.dp == 1:
-        return Exchange(tensor)
+        return ActivationExchange(tensor)
     # Every convolution is followed by a norm, which sums sum, square sum and count of some hundred channels.
     number = sum(matmul.count for matmul in part.work.matmuls)
-    return Exchange(tensor, number * wires.seconds("all_reduce", 4096.0, layout, "replicate", "shard"))
+    return ActivationExchange(tensor, number * wires.seconds("all_reduce", 4096.0, layout, "replicate", "shard"))
 
 
 def numel_of(part: Part, layout: Layout, *, trained: bool = False) -> float:
@@ -208,7 +208,7 @@ def numel_of(part: Part, layout: Layout, *, trained: bool = False) -> float:
     )
 
 
-def _replicated(units: list[Unit], gradients: list[float], plan: Plan, wires: Wires) -> list[Unit]:
+def _replicated(units: list[WorkUnit], gradients: list[float], plan: Plan, wires: Wires) -> list[WorkUnit]:
     """Give units the sums of DDP's buckets; ZeRO-1 sums the same way."""
     compressed = {"bf16": 2, "fp16": 2}.get(plan.communication.compression)
     width = compressed or ELEMENT_BYTES[plan.precision.reduce]
@@ -221,7 +221,9 @@ def _replicated(units: list[Unit], gradients: list[float], plan: Plan, wires: Wi
     return [unit._replace(reduce=seconds) for unit, seconds in zip(units, reduces, strict=True)]
 
 
-def _sharded(stage: Stage, units: list[Unit], plan: Plan, wires: Wires, compute: ComputeModel) -> list[Unit]:
+def _sharded(
+    stage: StageParts, units: list[WorkUnit], plan: Plan, wires: Wires, compute: ComputeModel
+) -> list[WorkUnit]:
     """Give units their gathers and sums: blocks their own, all else together around the pass."""
     cut, place = list(units), 0
     rest = rest_trained = 0.0
@@ -239,7 +241,7 @@ def _sharded(stage: Stage, units: list[Unit], plan: Plan, wires: Wires, compute:
     return cut
 
 
-def _with(unit: Unit, times: Mapping[str, float]) -> Unit:
+def _with(unit: WorkUnit, times: Mapping[str, float]) -> WorkUnit:
     return unit._replace(**{name: getattr(unit, name) + seconds for name, seconds in times.items()})
 
 

@@ -23,7 +23,7 @@ CHUNKS = 2
 """Stages per rank under looped and V-shaped schedules when a plan gives no split."""
 
 
-class Stage(NamedTuple):
+class StageParts(NamedTuple):
     """Parts in order with how many of each, and the rank along pp that runs them."""
 
     parts: tuple[tuple[Part, int], ...]
@@ -35,7 +35,7 @@ class Stage(NamedTuple):
         return tuple((id(part), count) for part, count in self.parts)
 
 
-def cut_stages(shape: ModelShape, plan: Plan) -> tuple[Stage, ...]:
+def cut_stages(shape: ModelShape, plan: Plan) -> tuple[StageParts, ...]:
     """Return the stages of a plan by the rule that training follows: the plan's split, else even.
 
     What is left over of an even split goes to the second stage and those after it, then to the first.
@@ -46,12 +46,12 @@ def cut_stages(shape: ModelShape, plan: Plan) -> tuple[Stage, ...]:
     return _stages(shape, (0, *split, shape.num_blocks), pp, schedule)
 
 
-def even_stages(shape: ModelShape, pp: int, schedule: str) -> tuple[Stage, ...]:
+def even_stages(shape: ModelShape, pp: int, schedule: str) -> tuple[StageParts, ...]:
     """Return the stages of a plan that gives no split."""
     return _stages(shape, even_bounds(shape.num_blocks, pp * stages_per_rank(schedule, pp)), pp, schedule)
 
 
-def _stages(shape: ModelShape, bounds: tuple[int, ...], pp: int, schedule: str) -> tuple[Stage, ...]:
+def _stages(shape: ModelShape, bounds: tuple[int, ...], pp: int, schedule: str) -> tuple[StageParts, ...]:
     stages, last = [], len(bounds) - 2
     for stage in range(last + 1):
         parts = _blocks(shape, bounds[stage], bounds[stage + 1])
@@ -60,7 +60,7 @@ def _stages(shape: ModelShape, bounds: tuple[int, ...], pp: int, schedule: str) 
         if stage == last:
             parts += [(part, part.count) for part in shape.parts if part.kind == "last"]
         rank = 2 * pp - 1 - stage if schedule in VEE and stage >= pp else stage % pp
-        stages.append(Stage(tuple(parts), rank))
+        stages.append(StageParts(tuple(parts), rank))
     return tuple(stages)
 
 
@@ -180,7 +180,7 @@ def _rows(weight: Weight, tp: int, shard: int) -> _Rows:
 class Holdings:
     """Adds up what one rank along pp holds."""
 
-    def __init__(self, shape: ModelShape, plan: Plan, optimizer: OptimizerShape, stages: Sequence[Stage]) -> None:
+    def __init__(self, shape: ModelShape, plan: Plan, optimizer: OptimizerShape, stages: Sequence[StageParts]) -> None:
         """`stages` are those of the rank, in order."""
         self.shape = shape
         self.plan = plan

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shardwise.planner.cost.events import Pass
     from shardwise.planner.cost.memory import OptimizerShape
     from shardwise.planner.cost.stage_costs import StageCost
-    from shardwise.planner.cost.stages import Stage
+    from shardwise.planner.cost.stages import StageParts
     from shardwise.planner.model.shape import ModelShape, Part
     from shardwise.plans.plan import Plan
 
@@ -110,7 +110,7 @@ class TimeModel:
         """Return what a micro-batch costs on each stage."""
         return self._costs(cut_stages(shape, plan), shape, plan)
 
-    def _costs(self, stages: Sequence[Stage], shape: ModelShape, plan: Plan) -> list[StageCost]:
+    def _costs(self, stages: Sequence[StageParts], shape: ModelShape, plan: Plan) -> list[StageCost]:
         known: dict[object, StageCost] = {}
         for stage in stages:
             if stage.likeness not in known:

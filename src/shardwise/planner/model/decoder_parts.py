@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import PlanError, nearest
 from shardwise.planner.model import operators as op
 from shardwise.planner.model.resnet_parts import resnet_shape
-from shardwise.planner.model.shape import ELEMENT_BYTES, Amount, Attention, Head, Matmul, ModelShape, Weight
+from shardwise.planner.model.shape import ELEMENT_BYTES, Amount, AttentionWork, Head, Matmul, ModelShape, Weight
 from shardwise.planner.model.t5_parts import t5_shape
 from shardwise.planner.model.tape import WIDE, Describer, Tape
 from shardwise.plans.catalogue import BYT5_COMMON, BYT5_SIZES, RESNETS, SIZES, T5_COMMON, T5_SIZES
@@ -126,7 +126,7 @@ def _attention(config: DecoderConfig, length: int, tape: Tape, x: Value) -> Valu
     if config.family == "llama":
         table = _table(config, length, tape)
         q, k = _rotate(tape, q, table), _rotate(tape, k, table)
-    attention = Attention(
+    attention = AttentionWork(
         heads=config.num_heads, kv_heads=config.kv_heads, head_width=config.head_width, queries=length, keys=length
     )
     mixed = op.attend(tape, q, k, v, attention)

@@ -16,7 +16,7 @@ from shardwise.planner.model.shape import (
 )
 
 if TYPE_CHECKING:
-    from shardwise.planner.model.shape import Attention, Head, Part, Recompute, Work
+    from shardwise.planner.model.shape import AttentionWork, Head, Part, Recompute, Work
     from shardwise.plans.plan import Plan
 
 
@@ -92,18 +92,18 @@ def _sliced(part: Part, cp: int, tp: int, width: int) -> Part:
     )
 
 
-def _repeats(item: Attention, cp: int, tp: int) -> int:
+def _repeats(item: AttentionWork, cp: int, tp: int) -> int:
     """How often keys are repeated until slices divide their heads."""
     heads = max(1, item.kv_heads // tp)
     return math.lcm(heads, cp) // heads
 
 
-def _result(item: Attention, cp: int, width: int) -> float:
+def _result(item: AttentionWork, cp: int, width: int) -> float:
     """Return bytes per sample of an attention's result on one rank."""
     return item.count * item.heads * item.head_width * item.queries * width / cp
 
 
-def _exchanged(item: Attention, cp: int, tp: int, width: int) -> float:
+def _exchanged(item: AttentionWork, cp: int, tp: int, width: int) -> float:
     """Return bytes per sample that one rank puts into the exchanges of an attention."""
     keys = item.count * item.kv_heads * _repeats(item, cp, tp) * item.head_width * item.keys * width / cp
     return 2 * _result(item, cp, width) + 2 * keys

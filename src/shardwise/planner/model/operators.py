@@ -7,7 +7,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from shardwise.planner.model.shape import Amount, Attention, Matmul
+from shardwise.planner.model.shape import Amount, AttentionWork, Matmul
 from shardwise.planner.model.tape import NOTHING, WIDE
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def join(tape: Tape, a: Value, b: Value) -> Value:
     return tape.apply([a, b], a.elements + b.elements, a.width, passes_on=BOTH)
 
 
-def attend(tape: Tape, q: Value, k: Value, v: Value, attention: Attention, *, bias: Value | None = None) -> Value:
+def attend(tape: Tape, q: Value, k: Value, v: Value, attention: AttentionWork, *, bias: Value | None = None) -> Value:
     """Scaled dot products in a fused kernel, in the compute dtype: q, k, v, the result and log-sums are kept.
 
     Its backward adds up q's gradient in fp32, and makes that of a `bias`, equal for all samples, sample by sample.

@@ -54,7 +54,7 @@ class Conv(NamedTuple):
         return op.batch_norm(tape, x, self.out_channels)
 
 
-class Block(NamedTuple):
+class ResidualShape(NamedTuple):
     """A residual block: convolutions, and one around them where the shape changes."""
 
     body: tuple[Conv, ...]
@@ -110,7 +110,7 @@ def resnet_shape(
     )
 
 
-def _blocks(num_blocks: tuple[int, ...], side: int, *, bottleneck: bool) -> Iterator[tuple[str, Block, int]]:
+def _blocks(num_blocks: tuple[int, ...], side: int, *, bottleneck: bool) -> Iterator[tuple[str, ResidualShape, int]]:
     """Yield the first block of each stage, then one that stands for all the others of it."""
     channels = WIDTHS[0]
     for stage, (width, number) in enumerate(zip(WIDTHS, num_blocks, strict=True)):
@@ -120,10 +120,10 @@ def _blocks(num_blocks: tuple[int, ...], side: int, *, bottleneck: bool) -> Iter
         out_channels = convs[-1].out_channels
         changes = channels != out_channels or side != out_side
         around = Conv("shortcut.conv", "shortcut.norm", channels, out_channels, 1, out_side) if changes else None
-        yield f"stage {stage} first", Block(convs, around), 1
+        yield f"stage {stage} first", ResidualShape(convs, around), 1
         channels, side = out_channels, out_side
         if number > 1:
-            yield f"stage {stage} others", Block(body(channels, width, side, side), None), number - 1
+            yield f"stage {stage} others", ResidualShape(body(channels, width, side, side), None), number - 1
 
 
 def _basic(channels: int, width: int, _: int, out_side: int) -> tuple[Conv, ...]:

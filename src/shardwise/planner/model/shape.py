@@ -97,7 +97,7 @@ class Matmul:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention:
+class AttentionWork:
     """Scaled dot products of one layer, in a fused kernel."""
 
     heads: int
@@ -122,7 +122,7 @@ class Work:
     """What a device does in one forward and backward pass of a part."""
 
     matmuls: tuple[Matmul, ...] = ()
-    attentions: tuple[Attention, ...] = ()
+    attentions: tuple[AttentionWork, ...] = ()
     moved: Amount = field(default_factory=Amount)
     """Bytes that all other operators read and write, forward."""
     moved_backward: Amount = field(default_factory=Amount)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardwise.planner.model import operators as op
-from shardwise.planner.model.shape import Amount, Attention, Matmul, ModelShape, Part, Weight
+from shardwise.planner.model.shape import Amount, AttentionWork, Matmul, ModelShape, Part, Weight
 from shardwise.planner.model.tape import NOTHING, Describer, Tape
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class _T5:
         asked = normed if states is None else states
         q = self.project(tape, normed, num_queries)
         k, v = self.project(tape, asked, num_keys), self.project(tape, asked, num_keys)
-        attention = Attention(
+        attention = AttentionWork(
             heads=self.heads,
             kv_heads=self.heads,
             head_width=self.settings["d_kv"],

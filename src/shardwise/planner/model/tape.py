@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from shardwise.planner.model.shape import ELEMENT_BYTES, Amount, Attention, Footprint, Matmul, Moment, Part, Work
+from shardwise.planner.model.shape import ELEMENT_BYTES, Amount, AttentionWork, Footprint, Matmul, Moment, Part, Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardwise.planner.model.shape import Recompute, Weight
     from shardwise.plans.plan import DType
 
-Item = TypeVar("Item", Matmul, Attention)
+Item = TypeVar("Item", Matmul, AttentionWork)
 
 NOTHING = Amount()
 WIDE = 4
@@ -112,7 +112,7 @@ class Tape:
     moments: list[Moment] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     matmuls: list[Matmul] = field(default_factory=list)
-    attentions: list[Attention] = field(default_factory=list)
+    attentions: list[AttentionWork] = field(default_factory=list)
     moved: list[Amount] = field(default_factory=lambda: [NOTHING, NOTHING])
     """By operators that only move bytes, forward and backward."""
     kernels: list[int] = field(default_factory=lambda: [0, 0])

@@ -16,7 +16,7 @@ from shardwise.plans.plan import Offload, Pipeline, Plan
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shardwise.planner.cost.stages import Stage
+    from shardwise.planner.cost.stages import StageParts
     from shardwise.planner.cost.time import TimeModel
     from shardwise.planner.model.shape import ModelShape, Part, Recompute
     from shardwise.planner.search.search import Question
@@ -31,7 +31,7 @@ LEAST_TOKENS = 4096
 """Of a sample that a rank keeps where ranks share its tokens: shorter ones are shared out whole (judgement)."""
 
 
-class Group(NamedTuple):
+class ChoiceGroup(NamedTuple):
     """What sets compute and bubbles; plans of a group differ in what is cut over readers."""
 
     pp: int
@@ -45,7 +45,7 @@ class Group(NamedTuple):
     sequence_parallel: bool
 
 
-class Variant(NamedTuple):
+class PlanVariant(NamedTuple):
     """How readers share what they hold, and whether logits are never held whole."""
 
     shard: int
@@ -61,7 +61,7 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def groups(shape: ModelShape, world_size: int, devices_per_node: int, batch_size: int) -> Iterator[Group]:
+def groups(shape: ModelShape, world_size: int, devices_per_node: int, batch_size: int) -> Iterator[ChoiceGroup]:
     """Yield every group whose readers divide the batch; tensor parallelism stays inside a node."""
     for pp, cp, tp in _cuts(shape, world_size, devices_per_node):
         tokens = shape.tokens_per_sample
@@ -73,7 +73,7 @@ def groups(shape: ModelShape, world_size: int, devices_per_node: int, batch_size
             number = batch_size // dp // micro_batch
             for recompute in RECOMPUTES:
                 for schedule in _schedules(shape, pp, number, recompute):
-                    yield Group(pp, cp, tp, dp, micro_batch, number, recompute, schedule, sequence_parallel)
+                    yield ChoiceGroup(pp, cp, tp, dp, micro_batch, number, recompute, schedule, sequence_parallel)
 
 
 def _cuts(shape: ModelShape, world_size: int, devices_per_node: int) -> Iterator[tuple[int, int, int]]:
@@ -109,20 +109,20 @@ def _schedules(shape: ModelShape, pp: int, number: int, recompute: Recompute) ->
     ]
 
 
-def variants(group: Group) -> Iterator[Variant]:
+def variants(group: ChoiceGroup) -> Iterator[PlanVariant]:
     """Yield how a group's readers may share, without offload and with gradients summed once."""
-    yield Variant(1, 0)
+    yield PlanVariant(1, 0)
     for shard in divisors(group.dp):
         if shard * group.cp == 1:
             continue
         if shard == group.dp and group.tp == 1:
-            yield Variant(shard, 1)
+            yield PlanVariant(shard, 1)
         if group.schedule not in SPLIT_BACKWARD:
-            yield Variant(shard, 2)
-            yield Variant(shard, 3)
+            yield PlanVariant(shard, 2)
+            yield PlanVariant(shard, 3)
 
 
-def leaner(group: Group, variant: Variant, *, offload: bool, fuses: bool = False) -> Iterator[Variant]:
+def leaner(group: ChoiceGroup, variant: PlanVariant, *, offload: bool, fuses: bool = False) -> Iterator[PlanVariant]:
     """Yield forms of a variant that need less memory and more time, the quickest first.
 
     `fuses` says that the loss may be fused, which takes hardly any time.
@@ -137,7 +137,7 @@ def leaner(group: Group, variant: Variant, *, offload: bool, fuses: bool = False
             yield form
 
 
-def make_plan(base: Plan, group: Group, variant: Variant) -> Plan:
+def make_plan(base: Plan, group: ChoiceGroup, variant: PlanVariant) -> Plan:
     """Return the plan of a choice; all it does not say is as in `base`."""
     fields: dict[str, Any] = {
         "layout": Layout(
@@ -233,18 +233,18 @@ class Floors:
         self._reduced = ELEMENT_BYTES[question.precision.reduce]
         self._states = question.optimizer.states * ELEMENT_BYTES[question.precision.optimizer]
         self._numels: dict[tuple[int, int], tuple[float, float, float]] = {}
-        self._cuts: dict[tuple[object, ...], tuple[Stage, ...]] = {}
+        self._cuts: dict[tuple[object, ...], tuple[StageParts, ...]] = {}
         self._saved: dict[tuple[object, ...], float] = {}
         self._busy: dict[tuple[object, ...], float] = {}
 
-    def seconds(self, group: Group) -> float:
+    def seconds(self, group: ChoiceGroup) -> float:
         """Return seconds that no plan of a group goes below: its compute, exchanges of cut matrices, and bubbles."""
         return min(self._seconds(self._shape(group, gathered=gathered), group) for gathered in (False, True))
 
-    def _shape(self, group: Group, *, gathered: bool) -> ModelShape:
+    def _shape(self, group: ChoiceGroup, *, gathered: bool) -> ModelShape:
         return self._model.sliced(group.cp, group.tp, gathered=gathered)
 
-    def _seconds(self, shape: ModelShape, group: Group) -> float:
+    def _seconds(self, shape: ModelShape, group: ChoiceGroup) -> float:
         stages = self._stages(shape, group)
         by_stage = [
             sum(count * self._part_seconds(part, shape, group) for part, count in stage.parts) for stage in stages
@@ -256,13 +256,13 @@ class Floors:
             return group.accumulation * max(busy)
         return pipeline_floor(busy, by_stage, group.accumulation)
 
-    def _stages(self, shape: ModelShape, group: Group) -> tuple[Stage, ...]:
+    def _stages(self, shape: ModelShape, group: ChoiceGroup) -> tuple[StageParts, ...]:
         key = (id(shape), group.pp, stages_per_rank(group.schedule, group.pp), group.schedule in VEE)
         if key not in self._cuts:
             self._cuts[key] = even_stages(shape, group.pp, group.schedule)
         return self._cuts[key]
 
-    def _part_seconds(self, part: Part, shape: ModelShape, group: Group) -> float:
+    def _part_seconds(self, part: Part, shape: ModelShape, group: ChoiceGroup) -> float:
         key = (id(part), group.tp, group.micro_batch, group.recompute, group.sequence_parallel)
         if key not in self._busy:
             cost = self._time.compute(shape.compute).cost(
@@ -278,7 +278,7 @@ class Floors:
             )
         return self._busy[key]
 
-    def _exchange(self, part: Part, shape: ModelShape, group: Group) -> float:
+    def _exchange(self, part: Part, shape: ModelShape, group: ChoiceGroup) -> float:
         """Return what one pass waits for inside; nothing for a last part whose loss may be fused."""
         wires, samples = self._time.wires, group.micro_batch
         waits = context_exchange(part, samples, Layout(cp=group.cp, tp=group.tp), wires)
@@ -286,7 +286,7 @@ class Floors:
             return waits
         return waits + tensor_exchange(part, samples, group.tp, wires, sequence_parallel=group.sequence_parallel)
 
-    def memory(self, group: Group, variant: Variant) -> float:
+    def memory(self, group: ChoiceGroup, variant: PlanVariant) -> float:
         """Return bytes that a plan needs at least: states during the update, or states and activations before backward.
 
         Stages are taken as equal: the fullest is no smaller.
@@ -323,7 +323,7 @@ class Floors:
             )
         return self._numels[key]
 
-    def _activations(self, shape: ModelShape, group: Group) -> float:
+    def _activations(self, shape: ModelShape, group: ChoiceGroup) -> float:
         """Return what blocks keep of the micro-batches that the first rank has under way."""
         key = (id(shape), group.pp, group.tp, group.micro_batch, group.recompute, group.sequence_parallel)
         if key not in self._saved:

@@ -42,7 +42,7 @@ _DTYPES = {"fp32", "bf16", "fp16"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class ZeroForm:
     """One way to train with DeepSpeed: the quickest of its plans that fit, or what stands in its way."""
 
     name: str
@@ -58,13 +58,13 @@ class Form:
         return _SPECS[self.name].optimizer != "none"
 
 
-def deepspeed_forms(question: Question) -> tuple[Form, ...]:
+def deepspeed_forms(question: Question) -> tuple[ZeroForm, ...]:
     """Return DeepSpeed's forms on the question's cluster, the simplest first; all ranks share or none does."""
     times = TimeModel(question.cluster, question.calibration, optimizer=question.optimizer)
     return tuple(_form(question, times, name, spec) for name, spec in _SPECS.items())
 
 
-def choose_form(forms: Sequence[Form]) -> Form | None:
+def choose_form(forms: Sequence[ZeroForm]) -> ZeroForm | None:
     """Return the quickest form, or of those the model cannot tell from it the simplest; None where none fits.
 
     What waits on the host is taken only where nothing else fits, as with the native plans.
@@ -77,7 +77,7 @@ def choose_form(forms: Sequence[Form]) -> Form | None:
     return next(form for form in kept if _seconds(form) <= limit)
 
 
-def form_reason(form: Form, chosen: Form | None) -> str:
+def form_reason(form: ZeroForm, chosen: ZeroForm | None) -> str:
     """Return one sentence: why a form was not chosen, or that it was."""
     if form.best is None:
         return form.refusal
@@ -91,7 +91,7 @@ def form_reason(form: Form, chosen: Form | None) -> str:
     return f"{change:.0%} slower"
 
 
-def beside_native(form: Form, answer: Answer) -> str:
+def beside_native(form: ZeroForm, answer: Answer) -> str:
     """Return one sentence: what the engine costs or saves beside the best native plan."""
     if form.best is None or answer.best is None:
         return "no native plan fits" if answer.best is None else form.refusal
@@ -106,10 +106,10 @@ def beside_native(form: Form, answer: Answer) -> str:
     )
 
 
-def _form(question: Question, times: TimeModel, name: str, spec: _Spec) -> Form:
+def _form(question: Question, times: TimeModel, name: str, spec: _Spec) -> ZeroForm:
     refusal = _refusal(question, spec)
     if refusal:
-        return Form(name=name, best=None, refusal=refusal)
+        return ZeroForm(name=name, best=None, refusal=refusal)
     best: Candidate | None = None
     least: Memory | None = None
     for plan in _plans(question, spec):
@@ -126,9 +126,9 @@ def _form(question: Question, times: TimeModel, name: str, spec: _Spec) -> Form:
         if best is None or time.seconds < best.time.seconds * (1 - TIE):
             best = Candidate(plan=plan, memory=memory, time=time)
     if best is not None or least is None:
-        return Form(name=name, best=best, refusal="" if best is not None else refusal)
+        return ZeroForm(name=name, best=best, refusal="" if best is not None else refusal)
     exceeds = over_the_limit if least.total > question.room else over_the_host_limit
-    return Form(name=name, best=None, refusal=exceeds(least, question), memory=least)
+    return ZeroForm(name=name, best=None, refusal=exceeds(least, question), memory=least)
 
 
 def _refusal(question: Question, spec: _Spec) -> str:
@@ -163,5 +163,5 @@ def _plans(question: Question, spec: _Spec) -> Iterator[Plan]:
             )
 
 
-def _seconds(form: Form) -> float:
+def _seconds(form: ZeroForm) -> float:
     return form.best.time.seconds if form.best is not None else float("inf")

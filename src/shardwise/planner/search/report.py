@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from shardwise.planner.cost.events import Span
     from shardwise.planner.cost.memory import Memory
     from shardwise.planner.cost.time import Time
-    from shardwise.planner.search.deepspeed import Form
+    from shardwise.planner.search.deepspeed import ZeroForm
     from shardwise.planner.search.search import Answer, Rejected
     from shardwise.plans.plan import Plan
 
 
-def answer_data(answer: Answer, forms: Sequence[Form] = (), *, every: bool = False) -> dict[str, Any]:
+def answer_data(answer: Answer, forms: Sequence[ZeroForm] = (), *, every: bool = False) -> dict[str, Any]:
     """Return all that was found, in bytes and seconds; `every` adds each plan that was predicted.
 
     `forms` are DeepSpeed's, where that engine was asked for.
@@ -60,7 +60,7 @@ def answer_data(answer: Answer, forms: Sequence[Form] = (), *, every: bool = Fal
     return data
 
 
-def _form(form: Form, chosen: Form | None) -> dict[str, Any]:
+def _form(form: ZeroForm, chosen: ZeroForm | None) -> dict[str, Any]:
     words = {"fits": form.best is not None, "reason": form_reason(form, chosen)}
     if form.best is not None:
         return words | {name: part for name, part in _candidate(form.best).items() if name != "family"}

@@ -10,9 +10,9 @@ from shardwise.planner.cost.memory import ADAMW, predict_memory
 from shardwise.planner.cost.time import TimeModel
 from shardwise.planner.search.choices import (
     FAMILIES,
+    ChoiceGroup,
     Floors,
-    Group,
-    Variant,
+    PlanVariant,
     cuts_model,
     family_of,
     groups,
@@ -140,7 +140,7 @@ class _Search:
         self._base = Plan(precision=question.precision)
         self._found: dict[str, list[Candidate]] = {family: [] for family in FAMILIES}
         self._best: dict[str, float] = {}
-        self._smallest: dict[str, tuple[float, Group, Variant]] = {}
+        self._smallest: dict[str, tuple[float, ChoiceGroup, PlanVariant]] = {}
         self._refused: dict[str, str] = {}
         self._too_much: dict[tuple[object, ...], int] = {}
         """Plans but for their micro-batch -> the smallest one that does not fit."""
@@ -166,12 +166,12 @@ class _Search:
             num_plans=self._num_plans,
         )
 
-    def leanest(self) -> list[Group]:
+    def leanest(self) -> list[ChoiceGroup]:
         """Return the groups that need least memory, those that cut least first."""
         small = [group for _, group in self._ordered() if group.micro_batch == 1 and group.recompute == "full"]
         return sorted(small, key=lambda group: (group.pp, group.tp, group.cp, group.schedule))
 
-    def fits(self, group: Group, variant: Variant) -> bool:
+    def fits(self, group: ChoiceGroup, variant: PlanVariant) -> bool:
         """Whether a plan's memory suffices."""
         if self._floors.memory(group, variant) > self.question.room:
             return False
@@ -183,7 +183,7 @@ class _Search:
             return False
         return not refused_by_rule(self.question, plan)
 
-    def _ordered(self) -> list[tuple[float, Group]]:
+    def _ordered(self) -> list[tuple[float, ChoiceGroup]]:
         """Return all groups, those that could be quickest first."""
         question = self.question
         found = groups(
@@ -194,7 +194,7 @@ class _Search:
         )
         return sorted((self._floors.seconds(group), group) for group in found)
 
-    def _run(self, ordered: list[tuple[float, Group]], *, offload: bool) -> None:
+    def _run(self, ordered: list[tuple[float, ChoiceGroup]], *, offload: bool) -> None:
         for floor, group in ordered:
             for variant in self._variants(group):
                 for form in self._forms(group, variant, offload=offload):
@@ -202,20 +202,20 @@ class _Search:
                     if self._consider(floor, group, form) and not self._exhaustive:
                         break  # a leaner form of a plan that fits is only slower
 
-    def _variants(self, group: Group) -> Iterator[Variant]:
+    def _variants(self, group: ChoiceGroup) -> Iterator[PlanVariant]:
         """Yield the variants of a group; where words are cut, a fused loss also spares the gathering of logits."""
         for variant in variants(group):
             yield variant
             if group.tp > 1 and self._fuses(group):
                 yield variant._replace(fused_loss=True)
 
-    def _forms(self, group: Group, variant: Variant, *, offload: bool) -> Iterator[Variant]:
+    def _forms(self, group: ChoiceGroup, variant: PlanVariant, *, offload: bool) -> Iterator[PlanVariant]:
         if not offload:
             yield variant
         fuses = group.tp == 1 and self._fuses(group)
         yield from leaner(group, variant, offload=offload, fuses=fuses)
 
-    def _fuses(self, group: Group) -> bool:
+    def _fuses(self, group: ChoiceGroup) -> bool:
         """Whether logits are worth fusing: they would take a good part of the device."""
         head = self.question.model.plain.head
         if head is None:
@@ -223,7 +223,7 @@ class _Search:
         logits = group.micro_batch * head.rows / group.cp * head.words / group.tp * LOGIT_BYTES
         return logits > LOGIT_SHARE * self.question.room
 
-    def _consider(self, floor: float, group: Group, variant: Variant) -> bool:
+    def _consider(self, floor: float, group: ChoiceGroup, variant: PlanVariant) -> bool:
         """Predict a plan as far as needed; returns whether it fits, or would not be looked at further."""
         family = _family_of(group, variant)
         if not self._exhaustive and floor > self._best.get(family, float("inf")) * (1 + TIE):
@@ -317,7 +317,7 @@ def _simplest(candidates: Sequence[Candidate], tie: float) -> Candidate:
     return min(equal, key=lambda candidate: simplicity(candidate.plan))
 
 
-def _family_of(group: Group, variant: Variant) -> str:
+def _family_of(group: ChoiceGroup, variant: PlanVariant) -> str:
     """Return the family of a plan that is not made yet; as `family_of`."""
     if variant.offload != ("none", "none"):
         return "offload"

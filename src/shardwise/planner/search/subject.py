@@ -15,7 +15,7 @@ from shardwise.planner.cost.memory import ADAMW, SGD, OptimizerShape
 from shardwise.planner.model.forms import Model
 from shardwise.planner.search.explain import in_gb
 from shardwise.planner.search.search import Question, search
-from shardwise.planner.settle import Device, choose_precision
+from shardwise.planner.settle import LocalDevice, choose_precision
 from shardwise.plans.plan import Precision
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _precision(cluster: Cluster, asked: DType | None) -> tuple[Precision, str]:
         return Precision(parameter=asked, compute=asked, reduce=asked, optimizer=asked), "--precision"
     if asked is not None:
         return Precision(compute=asked), "--precision"
-    chosen = Device(kind="cpu" if device.kind == "cpu" else "cuda", has_bf16=device.has_bf16, name=device.name)
+    chosen = LocalDevice(kind="cpu" if device.kind == "cpu" else "cuda", has_bf16=device.has_bf16, name=device.name)
     return choose_precision(chosen)
 
 

@@ -17,14 +17,14 @@ from shardwise.parallel.fused_loss import DeferredLogits, find_head
 from shardwise.planner.model.shape import Head
 from shardwise.planner.trace.amounts import footprint_of, states_of
 from shardwise.planner.trace.ledger import Ledger
-from shardwise.planner.trace.rehearsal import SAMPLES, Reached, is_cut, put_back, run_model
+from shardwise.planner.trace.rehearsal import SAMPLES, ReachedBlock, is_cut, put_back, run_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor, nn
 
-    from shardwise.planner.trace.rehearsal import Subject
+    from shardwise.planner.trace.rehearsal import TracedModel
 
 CP_DEGREES = (2, 4, 8, 16, 32, 64)
 
@@ -35,13 +35,13 @@ def length_of(batch: Any) -> int | None:
     return lengths.pop() if len(lengths) == 1 else None
 
 
-def context_degrees(subject: Subject, heads: int) -> tuple[int, ...]:
+def context_degrees(subject: TracedModel, heads: int) -> tuple[int, ...]:
     """Return the context-parallel degrees that the job's model of so many heads, its loss and its samples allow."""
     fits = [cp for cp in CP_DEGREES if heads and heads % cp == 0]
     return (1, *(cp for cp in fits if _is_sliceable(subject, cp)))
 
 
-def _is_sliceable(subject: Subject, cp: int) -> bool:
+def _is_sliceable(subject: TracedModel, cp: int) -> bool:
     job = subject.job
     try:
         check_token_loss(job)
@@ -52,7 +52,7 @@ def _is_sliceable(subject: Subject, cp: int) -> bool:
     return True
 
 
-def head_of(subject: Subject) -> Head | None:
+def head_of(subject: TracedModel) -> Head | None:
     """Return the model's head as a fused loss sees it, None where the job's loss cannot be fused."""
     try:
         head = find_head(subject.model)
@@ -64,7 +64,7 @@ def head_of(subject: Subject) -> Head | None:
 
     def stop(hidden: Tensor) -> Tensor:
         sizes.append((hidden.numel() // head.in_features, hidden.element_size()))
-        raise Reached(hidden)
+        raise ReachedBlock(hidden)
 
     with _forward_of(head, stop):
         passes = [run_model(subject, samples) for samples in SAMPLES]
@@ -93,7 +93,7 @@ class _Probe(DeferredLogits):
         return self.hidden.new_zeros((), dtype=torch.float32)
 
 
-def _is_fusable(subject: Subject, head: nn.Linear) -> bool:
+def _is_fusable(subject: TracedModel, head: nn.Linear) -> bool:
     """Whether the job's loss takes cross entropy of its logits and does nothing else with them."""
     batch, taken = subject.batch(SAMPLES[0]), list[bool]()
     deferred = _forward_of(head, lambda hidden: _Probe(hidden, head, taken))

@@ -11,8 +11,8 @@ from shardwise.planner.trace.rehearsal import SAMPLES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardwise.planner.trace.ledger import Entry
-    from shardwise.planner.trace.rehearsal import Pass
+    from shardwise.planner.trace.ledger import LedgerEntry
+    from shardwise.planner.trace.rehearsal import TracedPass
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class State:
     on_gpu: bool = False
 
 
-def states_of(passes: Sequence[Pass], segment: int) -> list[State]:
+def states_of(passes: Sequence[TracedPass], segment: int) -> list[State]:
     """Return the states of a segment with what it found there taken off, as amounts that grow with the samples."""
     few, many = (_entries_of(single, segment) for single in passes)
     made_before = next((entry.gradients for entry in many if entry.backward), 0)
@@ -39,11 +39,11 @@ def states_of(passes: Sequence[Pass], segment: int) -> list[State]:
     ]
 
 
-def _entries_of(single: Pass, segment: int) -> list[Entry]:
+def _entries_of(single: TracedPass, segment: int) -> list[LedgerEntry]:
     return [entry for entry in single.entries if entry.segment == segment]
 
 
-def _above(entry: Entry, base: Entry) -> tuple[float, float, float]:
+def _above(entry: LedgerEntry, base: LedgerEntry) -> tuple[float, float, float]:
     return tuple(now - before for now, before in zip(entry.held, base.held, strict=True))  # type: ignore[return-value]
 
 
@@ -99,7 +99,7 @@ def _on_gpu(states: Sequence[State]) -> tuple[Moment, ...]:
     return tuple(replace(moment, on_gpu=True) for moment in _highest(states))
 
 
-def work_of(passes: Sequence[Pass], segment: int) -> Work:
+def work_of(passes: Sequence[TracedPass], segment: int) -> Work:
     """Return what a device does in a segment."""
     few, many = (single.tallies[segment] for single in passes)
     return Work(

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwise.planner.model.shape import Attention, Matmul
+from shardwise.planner.model.shape import AttentionWork, Matmul
 from shardwise.planner.trace.cuda_rules import workspace_bytes
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _ATTENTIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LedgerEntry:
     """The state after one change."""
 
     segment: int
@@ -54,7 +54,7 @@ class Tally:
     """Work of one segment."""
 
     matmuls: list[Matmul] = field(default_factory=list)
-    attentions: list[Attention] = field(default_factory=list)
+    attentions: list[AttentionWork] = field(default_factory=list)
     moved: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     moved_backward: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     kernels: int = 0
@@ -67,7 +67,7 @@ class Ledger(TorchDispatchMode):
     def __init__(self, samples: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.samples = samples
-        self.entries: list[Entry] = []
+        self.entries: list[LedgerEntry] = []
         self.tallies: list[Tally] = [Tally()]
         self._tags: dict[int, Tag] = {}
         self._sizes: dict[int, int] = {}
@@ -121,7 +121,7 @@ class Ledger(TorchDispatchMode):
     def note(self) -> None:
         """Write down what lives now."""
         segment, backward = self._place()
-        self.entries.append(Entry(segment, backward, self.held(), self._gradients))
+        self.entries.append(LedgerEntry(segment, backward, self.held(), self._gradients))
 
     def _note_workspace(self, num_bytes: float, tag: Tag) -> None:
         """Write down what lives while an operator has its workspace."""
@@ -129,7 +129,9 @@ class Ledger(TorchDispatchMode):
             segment, backward = self._place()
             held = list(self.held())
             held[_HELD[tag]] += num_bytes
-            self.entries.append(Entry(segment, backward, (held[0], held[1], held[2]), self._gradients, on_gpu=True))
+            self.entries.append(
+                LedgerEntry(segment, backward, (held[0], held[1], held[2]), self._gradients, on_gpu=True)
+            )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator, and write down what it made."""
@@ -149,7 +151,7 @@ class Ledger(TorchDispatchMode):
             self.note()
             self._note_workspace(workspace_bytes(name, args), tag)
         if new or name.endswith("_"):
-            self._add_work(_Call(func, args, kwargs), read, made, tag)
+            self._add_work(_OperatorCall(func, args, kwargs), read, made, tag)
         return result
 
     def _tag_of(self, name: str, read: Iterable[Tensor]) -> Tag:
@@ -169,7 +171,7 @@ class Ledger(TorchDispatchMode):
             return "cut"
         return "whole" if "whole" in activations else "stream"
 
-    def _add_work(self, call: _Call, read: list[Tensor], made: list[Tensor], tag: Tag) -> None:
+    def _add_work(self, call: _OperatorCall, read: list[Tensor], made: list[Tensor], tag: Tag) -> None:
         name = call.func._schema.name
         segment, backward = self._place()
         tally = self.tallies[segment]
@@ -248,17 +250,17 @@ class Ledger(TorchDispatchMode):
             self._held[place] += sign * self._sizes[key]
 
 
-class _Call(NamedTuple):
+class _OperatorCall(NamedTuple):
     func: Any
     args: Any
     kwargs: dict[str, Any]
 
 
-def _attention(call: _Call, samples: int) -> Attention:
+def _attention(call: _OperatorCall, samples: int) -> AttentionWork:
     query, key = call.args[0], call.args[1]
     names = [argument.name for argument in call.func._schema.arguments]
     given = dict(zip(names, call.args, strict=False)) | call.kwargs
-    return Attention(
+    return AttentionWork(
         heads=query.shape[1],
         kv_heads=key.shape[1],
         head_width=query.shape[-1],

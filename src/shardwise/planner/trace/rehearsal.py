@@ -22,7 +22,7 @@ from shardwise.parallel.sharded import DTYPES
 from shardwise.parallel.skeleton import skeleton
 from shardwise.parallel.tensor_rules import check_tensor, cut_dimension, find_rules, styles_by_name
 from shardwise.planner.trace.cuda_rules import CudaRules
-from shardwise.planner.trace.ledger import Entry, Ledger, Tally, mark_returned, weights_in
+from shardwise.planner.trace.ledger import Ledger, LedgerEntry, Tally, mark_returned, weights_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,7 @@ TP_DEGREES = (2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class TracedModel:
     """A model on meta, and how it is run."""
 
     job: Job
@@ -52,7 +52,7 @@ class Subject:
     samples: Sequence[Any]
 
     @classmethod
-    def of(cls, job: Job, compute: DType, *, gathered: bool) -> Subject:
+    def of(cls, job: Job, compute: DType, *, gathered: bool) -> TracedModel:
         """Build the model of a job without weights."""
         model = skeleton(job.model).module.to("meta").train()
         if job.lora is not None:
@@ -131,7 +131,7 @@ def is_cut(model: nn.Module, parameter: str, styles: Mapping[str, str]) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class BlockCall:
     """A block as it was called."""
 
     name: str
@@ -145,19 +145,19 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pass:
+class TracedPass:
     """What one pass wrote down."""
 
-    entries: list[Entry]
+    entries: list[LedgerEntry]
     tallies: list[Tally]
-    calls: list[Call]
+    calls: list[BlockCall]
     uses: list[tuple[str, int]]
     """Weights outside the blocks, each with the segments that use it, in order."""
     lowered: set[str]
     input_bytes: float
 
 
-class Reached(Exception):  # noqa: N818 - not an error: a forward pass that went as far as asked
+class ReachedBlock(Exception):  # noqa: N818 - not an error: a forward pass that went as far as asked
     """Raised by the forward of a head that is to be the end of a pass; carries what it was given."""
 
     def __init__(self, hidden: Tensor) -> None:
@@ -165,7 +165,7 @@ class Reached(Exception):  # noqa: N818 - not an error: a forward pass that went
         self.hidden = hidden
 
 
-def run_model(subject: Subject, samples: int) -> Pass:
+def run_model(subject: TracedModel, samples: int) -> TracedPass:
     """Run forward, loss and backward of the whole model, each kind of block once; to where a head raises Reached."""
     ledger, rules = Ledger(samples), subject.rules()
     model, job = subject.model, subject.job
@@ -174,7 +174,7 @@ def run_model(subject: Subject, samples: int) -> Pass:
     if subject.compute == "fp64":
         batch = to_compute(batch)
     input_bytes = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-    calls: list[Call] = []
+    calls: list[BlockCall] = []
     uses: list[tuple[str, int]] = []
     handles = _note_gradients(model, ledger)
     handles += _note_uses(subject, uses, ledger)
@@ -191,7 +191,7 @@ def run_model(subject: Subject, samples: int) -> Pass:
             batch = to_compute(batch)  # as sharded models do with what they are given
         try:
             end = job.loss.sum_of(job.forward(model, batch), batch)
-        except Reached as reached:
+        except ReachedBlock as reached:
             end = reached.hidden
         rules.forget_casts()
         ledger.turn_back()
@@ -203,7 +203,7 @@ def run_model(subject: Subject, samples: int) -> Pass:
             torch.autograd.backward(edges, [_empty(outline) for outline in outlines])
     for handle in handles:
         handle.remove()
-    return Pass(
+    return TracedPass(
         entries=ledger.entries,
         tallies=ledger.tallies,
         calls=calls,
@@ -223,7 +223,7 @@ def _note_gradients(module: nn.Module, ledger: Ledger) -> list[Any]:
     return [parameter.register_post_accumulate_grad_hook(ledger.gradient_made) for parameter in trained]
 
 
-def _note_uses(subject: Subject, uses: list[tuple[str, int]], ledger: Ledger) -> list[Any]:
+def _note_uses(subject: TracedModel, uses: list[tuple[str, int]], ledger: Ledger) -> list[Any]:
     """Have every module outside the blocks tell when it uses weights; shared ones go by their first name."""
     inside = {id(part) for block in subject.blocks.values() for part in block.modules()}
     names = {id(parameter): name for name, parameter in subject.model.named_parameters()}
@@ -244,7 +244,7 @@ def _note_uses(subject: Subject, uses: list[tuple[str, int]], ledger: Ledger) ->
 class _blocks_once:  # noqa: N801 - reads as a function
     """While open, each block opens a segment; the first of each kind runs, the others hand out empty results."""
 
-    def __init__(self, subject: Subject, calls: list[Call], ledger: Ledger) -> None:
+    def __init__(self, subject: TracedModel, calls: list[BlockCall], ledger: Ledger) -> None:
         self._subject = subject
         self._calls = calls
         self._ledger = ledger
@@ -270,7 +270,7 @@ class _blocks_once:  # noqa: N801 - reads as a function
                 args, kwargs = tree_map(lambda leaf: _to_dtype(leaf, dtype), (args, kwargs))
             kind = _kind(block, args, kwargs)
             reads = weights_in((args, kwargs), self._outside)
-            self._calls.append(Call(name=name, segment=segment, kind=kind, args=args, kwargs=kwargs, reads=reads))
+            self._calls.append(BlockCall(name=name, segment=segment, kind=kind, args=args, kwargs=kwargs, reads=reads))
             if kind in self._made:
                 result = _skip(self._made[kind], (args, kwargs))
             else:
@@ -337,7 +337,7 @@ def _skip(outlines: Any, inputs: Any) -> Any:
     return tree_unflatten([next(made) if isinstance(leaf, _Outline) else leaf for leaf in leaves], form)
 
 
-def run_block(subject: Subject, call: Call, samples: int, policy: Recompute) -> Pass:
+def run_block(subject: TracedModel, call: BlockCall, samples: int, policy: Recompute) -> TracedPass:
     """Run forward and backward of one block on fresh inputs like those it was called with."""
     block = subject.blocks[call.name]
     ledger, rules = Ledger(samples), subject.rules()
@@ -365,7 +365,7 @@ def run_block(subject: Subject, call: Call, samples: int, policy: Recompute) -> 
             handle.remove()
         if policy != "none":
             put_back(block, forward)
-    return Pass(
+    return TracedPass(
         entries=ledger.entries, tallies=ledger.tallies, calls=[], uses=[], lowered=set(), input_bytes=output_bytes
     )
 

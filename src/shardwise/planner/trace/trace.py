@@ -19,7 +19,7 @@ from shardwise.planner.model.forms import Model
 from shardwise.planner.model.shape import Amount, ModelShape, Part, Weight
 from shardwise.planner.trace.allowed import CP_DEGREES, context_degrees, head_of, length_of
 from shardwise.planner.trace.amounts import footprint_of, states_of, work_of
-from shardwise.planner.trace.rehearsal import SAMPLES, Call, Pass, Subject, is_cut, run_block, run_model
+from shardwise.planner.trace.rehearsal import SAMPLES, BlockCall, TracedModel, TracedPass, is_cut, run_block, run_model
 from shardwise.versions import package_version
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def describe(job: Job, compute: DType) -> Model:
 
 def trace(job: Job, *, compute: DType, gathered: bool) -> ModelShape:
     """Return the shape of a job's model; `gathered` weights are in the compute dtype, as FSDP2 gathers them."""
-    subject = Subject.of(job, compute, gathered=gathered)
+    subject = TracedModel.of(job, compute, gathered=gathered)
     try:
         return _assemble(subject)
     except (PlanError, JobError):
@@ -56,7 +56,7 @@ def trace(job: Job, *, compute: DType, gathered: bool) -> ModelShape:
         ) from error
 
 
-def _assemble(subject: Subject) -> ModelShape:
+def _assemble(subject: TracedModel) -> ModelShape:
     """Put the parts in order: segments of the whole pass, and blocks from passes of their own."""
     passes = [run_model(subject, samples) for samples in SAMPLES]
     calls = {call.segment: call for call in passes[0].calls}
@@ -103,7 +103,7 @@ def _assemble(subject: Subject) -> ModelShape:
     return replace(shape, cp_degrees=context_degrees(subject, shape.heads), head=head_of(subject))
 
 
-def _is_misplaced(subject: Subject, single: Pass) -> bool:
+def _is_misplaced(subject: TracedModel, single: TracedPass) -> bool:
     """Whether a part is registered on one side of the blocks and used on the other, which pipeline stages refuse.
 
     Only of models whose blocks are one list: which of several lists stages are split along is the user's choice.
@@ -132,7 +132,7 @@ def _is_misplaced(subject: Subject, single: Pass) -> bool:
     )
 
 
-def _block_part(subject: Subject, calls: tuple[Call, Call], lowered: set[str]) -> Part:
+def _block_part(subject: TracedModel, calls: tuple[BlockCall, BlockCall], lowered: set[str]) -> Part:
     footprints = {}
     for policy in POLICIES:
         passes = [run_block(subject, call, samples, policy) for call, samples in zip(calls, SAMPLES, strict=True)]
@@ -154,7 +154,7 @@ def _block_part(subject: Subject, calls: tuple[Call, Call], lowered: set[str]) -
     )
 
 
-def _outer_weights(subject: Subject, single: Pass, segment: int) -> tuple[Weight, ...]:
+def _outer_weights(subject: TracedModel, single: TracedPass, segment: int) -> tuple[Weight, ...]:
     """Return the weights of a segment between blocks; one that an earlier segment uses too is tied to it."""
     first: dict[str, int] = {}
     for name, user in single.uses:
@@ -166,7 +166,7 @@ def _outer_weights(subject: Subject, single: Pass, segment: int) -> tuple[Weight
     )
 
 
-def _weight(subject: Subject, name: str, lowered: set[str], *, tied: bool = False) -> Weight:
+def _weight(subject: TracedModel, name: str, lowered: set[str], *, tied: bool = False) -> Weight:
     value = subject.model.get_parameter(name)
     # Of blocks that are skipped nobody saw the casts: the first of the kind tells for all.
     return Weight(
@@ -192,7 +192,7 @@ def _counted(parts: Sequence[Part]) -> tuple[Part, ...]:
     return tuple(joined)
 
 
-def _tokens(subject: Subject) -> int | None:
+def _tokens(subject: TracedModel) -> int | None:
     """Return the tokens of a sample: its length, or what the loss counts where its parts differ in length."""
     if isinstance(subject.job.loss.count, str):
         return None
@@ -225,7 +225,7 @@ def described(job: Job, compute: DType, folder: Path) -> Model:
 
 def fingerprint(job: Job, compute: DType) -> str:
     """Return a name for all that a description depends on: modules, their code, samples, loss, and torch."""
-    subject = Subject.of(job, compute, gathered=False)
+    subject = TracedModel.of(job, compute, gathered=False)
     versions = (VERSION, package_version("shardwise"), torch.__version__)
     digest = hashlib.sha256(f"{versions} {compute} {job.tensor_rules}".encode())
     for line in _lines(subject.model):

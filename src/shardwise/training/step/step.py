@@ -146,7 +146,7 @@ class Autocast:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class StepContext:
     """What a step is told of besides its model."""
 
     feed: Feed
@@ -164,7 +164,7 @@ class Surroundings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepParts(Surroundings):
+class StepParts(StepContext):
     """What a step of any kind is made from."""
 
     optimized: Optimized

@@ -10,7 +10,7 @@ from training.sentences import sentences_job
 
 import shardwise as sw
 from shardwise.engines.available import preload_engine
-from shardwise.planner.settle import Device, settle
+from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Plan
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step
@@ -36,7 +36,7 @@ def wide_job():
 def trained(world, name, overrides):
     """Train; return losses, bytes on the disk and the number of parameters, and on rank 0 the last state."""
     job = wide_job()
-    plan = settle(name, batch_size=job.batch_size, world_size=world.size, device=Device(), overrides=overrides)
+    plan = settle(name, batch_size=job.batch_size, world_size=world.size, device=LocalDevice(), overrides=overrides)
     step = build_step(job, plan, world)
     losses = torch.stack([step(batch).loss_share.double() for batch in step.feed])
     if world.size > 1:

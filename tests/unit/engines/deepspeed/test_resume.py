@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.engines.available import preload_engine
 from shardwise.job import refer
 from shardwise.parity import verify
-from shardwise.planner.settle import Device, settle
+from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Plan
 from shardwise.runs import EventLog
 from shardwise.runs.directory import Keep
@@ -50,7 +50,7 @@ def trained(world, kind, job, folder, resume):
     _, name, engine = KINDS[kind]
     spec, *settings = name.split("+")
     overrides = {"engine": engine, **dict(setting.split("=") for setting in settings)}
-    plan = settle(spec, batch_size=job.batch_size, world_size=world.size, device=Device(), overrides=overrides)
+    plan = settle(spec, batch_size=job.batch_size, world_size=world.size, device=LocalDevice(), overrides=overrides)
     losses = {}
 
     def listen(event):

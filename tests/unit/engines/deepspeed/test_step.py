@@ -13,7 +13,7 @@ from refusals import refuses
 from shardwise.engines.available import preload_engine
 from shardwise.job import refer
 from shardwise.parity import verify
-from shardwise.planner.settle import Device, settle
+from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Plan
 from shardwise.runs import EventLog
 from shardwise.runs.recorder import Timeline
@@ -52,7 +52,7 @@ def _imported_once():
 def settled(job, name, world_size, engine="deepspeed"):
     spec, *settings = name.split("+")
     overrides = {"engine": engine, **dict(setting.split("=") for setting in settings)}
-    return settle(spec, batch_size=job.batch_size, world_size=world_size, device=Device(), overrides=overrides)
+    return settle(spec, batch_size=job.batch_size, world_size=world_size, device=LocalDevice(), overrides=overrides)
 
 
 def trained(world, job, name, engine="deepspeed"):

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten, tree_map
 
-from shardwise.engines.mlx.arrays import BatchNorm, counting, foreign_batch_norms, share_batch_norms
+from shardwise.engines.mlx.arrays import MlxBatchNorm, counting, foreign_batch_norms, share_batch_norms
 from shardwise.engines.mlx.ring import join_group
 from shardwise.testing import run_ranks
 
@@ -139,6 +139,6 @@ def test_names_and_shared_modules_stay_and_foreign_norms_are_named():
     norms = share_batch_norms(model, None)
     assert [name for name, _ in tree_flatten(model.parameters())] == before
     assert model.twin is model.norm
-    assert isinstance(model.norm, BatchNorm)
+    assert isinstance(model.norm, MlxBatchNorm)
     assert {norm.name for norm in norms} <= {"norm", "flat", "twin", "rest.1"}
     assert foreign_batch_norms(model) == ["own"]
