@@ -41,4 +41,4 @@ def _is_named(value, sentence):
     """Whether a sentence holds a text, or a whole number that is no part of a longer one or of a name."""
     if isinstance(value, int):
         return re.search(rf"(?<![\w.-]){value}(?!\w|\.\d)", sentence) is not None
-    return value in sentence
+    return str(value) in sentence

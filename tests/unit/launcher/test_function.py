@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from refusals import refuses
 
 
 def add_up(value):
@@ -81,6 +80,10 @@ def test_exception_of_the_failing_rank_is_raised(threads):
 
 
 def test_bad_count_is_refused():
+    from refusals import (
+        refuses,
+    )  # not above: ranks that are fresh processes import this file, without the folder of tests
+
     with refuses("launch.nproc-invalid", "nproc=0"):
         sw.launch(add_up, nproc=0)
 
