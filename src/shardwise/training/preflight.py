@@ -33,7 +33,8 @@ from shardwise.parallel.stage_plan import check_pipeline, cut_layers
 from shardwise.parallel.stages import check_stages, count_layers, find_layers
 from shardwise.parallel.support import require_supported, uses_ddp
 from shardwise.parallel.tensor_rules import check_tensor, cut_dimension, find_rules, styles_by_name
-from shardwise.training.step.captured import check_shapes
+from shardwise.training.step.captured import check_shapes, sampled_forms
+from shardwise.training.step.pipeline import shapes_differ
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -57,18 +58,30 @@ class ModelRules:
         self._job = job
         self._tried: dict[bool, JobError | None] = {}
         """What the trial of the optimizer on shards refused, by whether tensor parallelism splits them."""
+        self._num_forms: dict[int, int] = {}
+        """How many shapes micro-batches have, by their number of samples."""
 
     def __call__(self, plan: Plan) -> None:
         """Raise PlanError or JobError for a plan that cannot split this model: heads, layers, ties; or train this job.
 
-        Reads the job's data only for plans that capture the step.
+        Reads the job's data only for plans that capture the step, or pass several micro-batches through a pipeline.
         """
         require_supported(plan)
         check_job(self._job, plan)
         if plan.capture == "step":
             check_shapes(self._job, plan)
+        if plan.layout.pp > 1 and plan.accumulation > 1:
+            self._check_micro_batches(plan)
         if _looks_at_model(self._job, plan):
             self._check_model(plan)
+
+    def _check_micro_batches(self, plan: Plan) -> None:
+        """Refuse a pipeline where micro-batches, as far as a few of them tell, differ in shape."""
+        rows = plan.micro_batch
+        if rows not in self._num_forms:
+            self._num_forms[rows] = len(set(sampled_forms(self._job, rows)))
+        if self._num_forms[rows] > 1:
+            raise shapes_differ()
 
     def _check_model(self, plan: Plan) -> None:
         job, layout = self._job, plan.layout

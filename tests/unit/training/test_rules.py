@@ -162,6 +162,29 @@ def test_pipeline_is_not_proposed_for_a_model_that_its_stages_would_refuse_in_th
     assert "uses on one side of it what it registers on the other" in reason(answer, "pp")
 
 
+class Ragged(torch.utils.data.Dataset):
+    """Samples of different lengths, which a collate pads to the longest of each micro-batch."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.ones(index // 8 + 1, 6)
+
+
+def padded(samples):
+    rows = nn.utils.rnn.pad_sequence(samples, batch_first=True)
+    return rows, torch.zeros(len(rows), dtype=torch.long)
+
+
+def test_pipeline_is_not_proposed_where_micro_batches_differ_in_shape():
+    job = dataclasses.replace(points_job(Twins), data=lambda _: Ragged(), collate=padded)
+    plan = sw.Plan.preset("pp", 2, batch_size=job.batch_size, accumulation=2)
+    with refuses("support.pipeline-micro-batch-shapes"):
+        check_model(job, plan)
+    check_model(tokens_job(), sw.Plan.preset("pp", 2, batch_size=tokens_job().batch_size, accumulation=2))
+
+
 def muon(named):
     """Orthogonalizes whole matrices: right on whole parameters alone."""
     return torch.optim.Muon([parameter for _, parameter in named if parameter.ndim == 2], lr=0.01)

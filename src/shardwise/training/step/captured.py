@@ -80,17 +80,23 @@ def _not_captured(reason: str) -> str:
 
 def check_shapes(job: Job, plan: Plan) -> None:
     """Refuse a job whose batches change their shape, as far as a few of them tell; reads these, on the host."""
-    dataset = dataset_of(job, "train")
-    rows, collate = plan.micro_batch, job.collate or stack_samples
-    if dataset is None or isinstance(dataset, IterableDataset) or dataset_length(dataset) <= rows:
-        return
-    last = dataset_length(dataset) - rows
-    forms = [
-        _form(collate([dataset[index] for index in range(first, first + rows)]))
-        for first in dict.fromkeys(last * part // (LOOKS - 1) for part in range(LOOKS))
-    ]
+    forms = sampled_forms(job, plan.micro_batch)
     for form in forms[1:]:
         _require_same(form, forms[0])
+
+
+def sampled_forms(job: Job, rows: int) -> list[Form]:
+    """Return the shapes and dtypes of a few micro-batches of `rows` samples, spread over the dataset; reads them.
+
+    Empty for streams, and for a dataset that has no more than one micro-batch.
+    """
+    dataset = dataset_of(job, "train")
+    collate = job.collate or stack_samples
+    if dataset is None or isinstance(dataset, IterableDataset) or dataset_length(dataset) <= rows:
+        return []
+    last = dataset_length(dataset) - rows
+    starts = dict.fromkeys(last * part // (LOOKS - 1) for part in range(LOOKS))
+    return [_form(collate([dataset[index] for index in range(first, first + rows)])) for first in starts]
 
 
 def _form(batch: Any) -> Form:

@@ -165,11 +165,7 @@ class PipelineStep(OptimizerStep):
                 code="support.batch-norm-filler-rows",
                 fix="use torch's own batch norm, or a batch_size that divides the dataset",
             )
-        raise JobError(
-            "micro-batches of one step differ in shape, which a pipeline cannot pass on",
-            code="support.pipeline-micro-batch-shapes",
-            fix="collate to one length, and use a batch_size that divides the dataset",
-        )
+        raise shapes_differ()
 
     def _probe(self, micro_batch: MicroBatch, module: nn.Module) -> Tensor:
         with self._autocast():
@@ -237,3 +233,12 @@ def _with_own_errors(run: Callable[[], None]) -> None:
         if isinstance(error.__cause__, ShardwiseError):
             raise error.__cause__ from None
         raise
+
+
+def shapes_differ() -> JobError:
+    """Return the refusal of a step whose micro-batches differ in shape."""
+    return JobError(
+        "micro-batches of one step differ in shape, which a pipeline cannot pass on",
+        code="support.pipeline-micro-batch-shapes",
+        fix="collate to one length, and use a batch_size that divides the dataset",
+    )
