@@ -1,6 +1,7 @@
 """Fixtures of the whole suite."""
 
 import os
+import signal
 
 import pytest
 import pytest_randomly
@@ -9,6 +10,9 @@ from apart import is_apart, run_apart
 
 # DeepSpeed registers a seeder here: every process of tests would import it, for 5 s, where few need it.
 pytest_randomly.entrypoint_reseeds = []
+
+# Under nohup this process ignores it, and so would the launchers that tests send it to.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

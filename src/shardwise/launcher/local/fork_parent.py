@@ -92,7 +92,7 @@ class ForkParent:
             os.setpgid(pid, pid)
         self._children.add(pid)
         if isinstance(order, StartRank):
-            self._send(Started(order.rank, pid))
+            self._send(Started(order.rank, pid, self._listener_folder))
         else:
             self._send(Started(MEETING if isinstance(order, StartMeeting) else STORE, pid))
         return None

@@ -69,6 +69,8 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
 
     rank: int
     pid: int
+    listener_folder: str = ""
+    """Of a rank: where listeners of multiprocessing put their sockets; whoever outlives all ranks removes it."""
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):

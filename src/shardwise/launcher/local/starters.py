@@ -32,6 +32,7 @@ from shardwise.launcher.local.orders import (
 from shardwise.launcher.local.processes import RankProcess, ignores_hangup, start_program
 from shardwise.recorder.start import record_variables
 from shardwise.runs.console import describe_exit
+from shardwise.runs.directory import remove_listener_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -124,6 +125,7 @@ class ForkStarter:
         self._ended: dict[int, int] = {}
         self._started: dict[int, int] = {}
         self._refusal: str | None = None
+        self._listener_folder = ""
 
     @classmethod
     def start(cls, environ: Mapping[str, str], preload: Sequence[str], *, fresh: bool = False) -> Self:
@@ -197,6 +199,8 @@ class ForkStarter:
         self._channel.close()
         if self._parent is not None:
             self._parent.wait()
+        if self._listener_folder:
+            remove_listener_folder(self._listener_folder)  # a fork parent that was killed has not
 
     def __enter__(self) -> Self:
         return self
@@ -241,8 +245,9 @@ class ForkStarter:
             match report:
                 case Ready(refusal, pid):
                     self._refusal, self._pid = refusal, pid
-                case Started(rank, pid):
+                case Started(rank, pid, listener_folder):
                     self._started[rank] = pid
+                    self._listener_folder = listener_folder or self._listener_folder
                 case Ended(pid, returncode):
                     self._ended[pid] = returncode
 
