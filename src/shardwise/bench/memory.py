@@ -1,4 +1,4 @@
-"""Bytes of live tensors during a step, where no allocator keeps statistics: on the CPU and on meta."""
+"""Bytes of live tensors during a step on the CPU and on meta, and the module that allocated them."""
 
 from __future__ import annotations
 

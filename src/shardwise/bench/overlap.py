@@ -1,4 +1,4 @@
-"""How much of a step's communication hides behind compute, for settings of a plan, and which of them to take."""
+"""How much of a step's communication overlaps with compute under settings of a plan, and the report of it."""
 
 from __future__ import annotations
 

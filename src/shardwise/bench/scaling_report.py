@@ -1,4 +1,4 @@
-"""What was found about scaling, in words, as tables and as plots."""
+"""Throughput of any script on more and more ranks, and the report on scaling of scripts and jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring a step of a job under a plan: time by phase, throughput and memory; ranks may be real or fake."""
+"""Measuring a step of a job under a plan: time by phase, throughput, utilization and memory; ranks may be fake."""
 
 from __future__ import annotations
 

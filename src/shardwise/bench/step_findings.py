@@ -1,4 +1,4 @@
-"""What measuring a step found, as a report shows it."""
+"""Findings of a measured step beside what the planner predicts."""
 
 from __future__ import annotations
 

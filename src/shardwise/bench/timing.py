@@ -1,4 +1,4 @@
-"""Timing a piece of work: repeated after a warm-up, on the device's own clock where it has one."""
+"""Timing repeated calls on the device's own clock, and collectives by their slowest rank."""
 
 from __future__ import annotations
 

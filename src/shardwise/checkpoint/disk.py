@@ -1,4 +1,4 @@
-"""Effects on the file system that survive a crash: synced folders, files replaced whole, one writer per folder."""
+"""File-system effects that survive a crash: synced folders, atomic replacement, one writer, checksums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint: it cannot be written, it is damaged, or it does not fit."""
+"""Errors of checkpoints, file names in a checkpoint folder, and the agreement of all ranks on an error."""
 
 from __future__ import annotations
 

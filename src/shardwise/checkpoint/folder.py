@@ -1,4 +1,4 @@
-"""A folder of checkpoints: what is in it, which one to resume from, and what may go."""
+"""A folder of checkpoints: which ones it holds, which to resume from, which retention removes, and its listing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shardwise bench`: what this machine does, and a job on it."""
+"""`shardwise bench`: the group of its commands, and what those that train a job share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job's model for planning: its description, from the user's cache, and its rules; torch is imported when called."""
+"""A job's model for planning, and the nearest key for a `--set` or an option that does not exist."""
 
 from __future__ import annotations
 

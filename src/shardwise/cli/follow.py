@@ -1,4 +1,4 @@
-"""Following a run from the launcher: rank 0's events as progress, its output above it, mirrors beside it."""
+"""Following a run from the launcher: progress of rank 0, copied output of ranks, and the last lines of a training."""
 
 from __future__ import annotations
 

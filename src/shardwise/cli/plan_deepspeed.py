@@ -1,4 +1,4 @@
-"""`shardwise plan --to-deepspeed` and `--from-deepspeed`: a plan as DeepSpeed's JSON, and back."""
+"""How an answer of the planner looks on a terminal, and plans to and from DeepSpeed's JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--sink: mirrors of a run into trackers, each a process of its own beside a training that ends soon after it."""
+"""Options of launch and train: --sink for experiment trackers, --preset for variables of a kind of cluster."""
 
 from __future__ import annotations
 

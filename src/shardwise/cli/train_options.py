@@ -1,4 +1,4 @@
-"""What `train` is told about checkpoints: when, how many stay, and where to go on from."""
+"""Options that train shares with launch and bench: checkpoints, replicas and determinism, hangs, device and backend."""
 
 from __future__ import annotations
 

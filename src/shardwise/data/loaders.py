@@ -1,4 +1,4 @@
-"""Loaders of one reader's steps, on torch's DataLoader: datasets by index, and streams."""
+"""Loaders of one data-parallel rank's steps on torch's DataLoader: datasets by index, streams, seeded transforms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Communication backends: which one a device takes, which names exist, which build of torch has them."""
+"""Communication backends of a device, and the rank that a caller or a launcher gave this process."""
 
 from __future__ import annotations
 

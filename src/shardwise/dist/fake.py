@@ -1,4 +1,4 @@
-"""Fake worlds of any size in one process: meshes and shapes of a big job, without its ranks."""
+"""Worlds for tests in one process or on one machine: fake ones of any size, and forked gloo ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starting a world: who, where, on which device, by which backend, then the process group."""
+"""Starting a world: rank, device and backend, then the process group, or the adoption of one that exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The catalogue of environment variables: what each does, what it takes, where that is written."""
+"""The catalogue of environment variables with their sources, and the result of one check."""
 
 from __future__ import annotations
 

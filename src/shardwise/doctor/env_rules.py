@@ -1,4 +1,4 @@
-"""Rules between environment variables, the machine and each other; pure."""
+"""Rules between environment variables and the machine, and the lint that applies them; pure."""
 
 from __future__ import annotations
 

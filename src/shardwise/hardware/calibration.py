@@ -1,4 +1,4 @@
-"""What one machine was measured to do, and what is taken from the catalogue where nothing was measured."""
+"""Measured rates of one machine, catalogue values where nothing was measured, and their file in the user's cache."""
 
 from __future__ import annotations
 

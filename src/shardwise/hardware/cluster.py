@@ -1,4 +1,4 @@
-"""Naming a cluster: "8xH100", "2xp4d.24xlarge", "4x8xA100-40GB", "this"."""
+"""Clusters by name ("8xH100", "2xp4d.24xlarge", "this") from the catalogue of devices, links and nodes."""
 
 from __future__ import annotations
 

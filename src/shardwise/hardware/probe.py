@@ -1,4 +1,4 @@
-"""Probing this machine: GPUs through NVML without touching CUDA, cores through affinity and cgroup quota."""
+"""Probing this machine: GPUs through NVML without touching CUDA, cores, host memory and out-of-memory kills."""
 
 from __future__ import annotations
 

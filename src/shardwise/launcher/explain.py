@@ -1,4 +1,4 @@
-"""The words in which a failed run ends: the root cause last, with its rank, its traceback and the fix."""
+"""The explanation of a failed run: the root cause last, with its rank, traceback, last output and fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batch script of a launch under SLURM: directives, one launcher per node, a requeue at the end of time; pure."""
+"""SLURM: the batch script of a launch, its submission, and the nodes of an allocation or a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of a run: what each is busy with, how far it is behind the first, and how it ended."""
+"""The status of a run and of its ranks at one moment: plain frozen values for a terminal, a page or a program."""
 
 from __future__ import annotations
 

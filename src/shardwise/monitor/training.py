@@ -1,4 +1,4 @@
-"""The training of a run, folded from the events of rank 0: curves, the place it has come to, its saves and restarts."""
+"""The training of a run from the events of rank 0: step, saves, restarts, and curves of bounded size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ordered list of model transforms that turns a plain module into a parallel one."""
+"""The ordered list of model transforms that turns a plain module into a parallel one, and the mesh context they get."""
 
 from __future__ import annotations
 

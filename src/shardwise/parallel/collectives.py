@@ -1,4 +1,4 @@
-"""Collectives on plain tensors: one name for what torch 2.13 renamed, and cuts along any dimension."""
+"""Collectives on plain tensors along any dimension, and buckets of many small tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradient sync: when and how the gradients of a step are summed over ranks."""
+"""Gradient sync: when and how gradients are summed over ranks, and the norm of the whole gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA: a blueprint with adapters, put there before the model is cut in any way, and where their values come from."""
+"""LoRA adapters: two small linear modules beside a frozen one, added before the model is sharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recompute: blocks that keep little of their forward pass and run it again in backward."""
+"""Recompute (activation checkpointing), and the repeated blocks that it, compile and FSDP2 take as units."""
 
 from __future__ import annotations
 

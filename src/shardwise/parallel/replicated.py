@@ -1,4 +1,4 @@
-"""Replicated parameters: DistributedDataParallel with every argument settled by the plan."""
+"""Replicated parameters: DDP with every argument set by the plan, compressed gradients, and low communication."""
 
 from __future__ import annotations
 

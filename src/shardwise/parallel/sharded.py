@@ -1,4 +1,4 @@
-"""Sharded parameters: FSDP2, one unit per repeated block, settled by the plan."""
+"""Sharded parameters: FSDP2, one unit per repeated block, and gradients of parameters that only some ranks use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One training under watch: what every rank saw and made, written down for comparison."""
+"""One training, recorded for comparison: digests, fingerprints and whole tensors of every rank."""
 
 from __future__ import annotations
 

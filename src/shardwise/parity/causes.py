@@ -1,4 +1,4 @@
-"""Causes that show in the gradient of one step, each a pure function over the evidence."""
+"""Causes that show in the gradient or in some parameters of one step, each a pure function over the evidence."""
 
 from __future__ import annotations
 

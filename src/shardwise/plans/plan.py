@@ -1,4 +1,4 @@
-"""The Plan: a frozen, fully resolved answer to how a Job is trained."""
+"""The Plan: a frozen, fully resolved answer to how a Job is trained, and the named presets."""
 
 from __future__ import annotations
 

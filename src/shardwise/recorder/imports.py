@@ -1,4 +1,4 @@
-"""Doing something once a module has been imported, whoever imports it."""
+"""Hooks on imports, the requests of a launcher to a rank, and determinism."""
 
 from __future__ import annotations
 

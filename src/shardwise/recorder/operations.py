@@ -1,4 +1,4 @@
-"""The collectives of a process group, and what of their arguments must be the same on every member."""
+"""The collectives of a process group, which arguments must agree on every rank, and the source line of a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fingerprints of what DDP keeps equal, taken around optimizer steps of a script that knows nothing of it."""
+"""Fingerprints of what DDP keeps equal around optimizer steps, and ranks that train without a process group."""
 
 from __future__ import annotations
 

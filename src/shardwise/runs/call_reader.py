@@ -1,4 +1,4 @@
-"""Reading the record of calls: of a rank that runs, hangs or is dead."""
+"""Reading the recorded calls of a rank that runs, hangs or has ended, and comparing the last ones of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one renderer: everything shardwise itself says on a terminal goes through here."""
+"""The one renderer of terminal output, printable text, and exit codes with their meaning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run directory: the paths that tie the verbs together."""
+"""The run directory: its paths, whether it can be written, the folder of listener sockets, and retention rules."""
 
 from __future__ import annotations
 

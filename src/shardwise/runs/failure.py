@@ -1,4 +1,4 @@
-"""What a failing rank leaves behind: one JSON file with its own words."""
+"""Failures of ranks as JSON files, known errors with their fixes, and the variables that a run may store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recorder: the last phases of one rank in a small memory-mapped ring, readable while it runs and after it dies."""
+"""The recorder: the last phases of one rank in a memory-mapped ring, the start-up timeline, and stacks as text."""
 
 from __future__ import annotations
 

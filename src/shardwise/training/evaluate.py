@@ -1,4 +1,4 @@
-"""Evaluation: every sample of the test split exactly once, whatever the number of ranks."""
+"""Evaluation over every sample of the test split exactly once, and the export of trained weights and adapters."""
 
 from __future__ import annotations
 

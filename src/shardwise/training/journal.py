@@ -1,4 +1,4 @@
-"""The journal of a training: losses published once a second, what was skipped, and when losses stop being numbers."""
+"""The journal of a training: the start report, losses published once a second, skipped steps, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading: the loader of one reader, and how long it reads."""
+"""The loader of one data-parallel rank, and the length of a training in optimizer steps."""
 
 from __future__ import annotations
 

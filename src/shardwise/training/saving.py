@@ -1,4 +1,4 @@
-"""Saving: when a training writes its state, which checkpoints stay, and what becomes of a save that fails."""
+"""Saving, resuming and stop requests of a training."""
 
 from __future__ import annotations
 

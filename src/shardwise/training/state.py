@@ -1,4 +1,4 @@
-"""The state of a training: every tensor that a checkpoint holds, by name, and the facts beside them."""
+"""The state of a training by name: tensors, optimizer state that is not a tensor, and the user's own state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a collective computes what it should: inputs that differ by rank and element, and what must come of them."""
+"""Whether a collective computes what it should, and which reduce operations and dtypes a backend supports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the links between ranks could carry at best: as listed for GPUs that nccl joins, else as plain TCP does."""
+"""Limits of a sweep: the bandwidth that links allow, and the memory that its buffers take."""
 
 from __future__ import annotations
 

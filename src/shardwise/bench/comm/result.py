@@ -1,4 +1,4 @@
-"""What a sweep of collectives found, as values: rows with the columns of nccl-tests, checks, ceilings."""
+"""The result of a sweep of collectives: rows with the columns of nccl-tests, a table, and a comparison of sweeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sweep of collectives is asked to do: names, sizes, dtypes, operations and groups, read from words."""
+"""The Spec of a sweep of collectives: sizes, dtypes, operations and groups; algbw and busbw as nccl-tests has them."""
 
 from __future__ import annotations
 

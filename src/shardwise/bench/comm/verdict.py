@@ -1,4 +1,4 @@
-"""Whether collectives are as fast as their links allow: a fit for each, and a verdict against the ceiling."""
+"""Whether collectives are as fast as their links allow: latency and bandwidth fitted, a verdict, the findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plots and stacked bars as SVG inside a page, each drawn for the width it is read at."""
+"""Plots, axes and stacked bars as SVG inside a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a measurement found, as values that can be shown: plots, tables, heat maps, and how it was measured."""
+"""Findings of a measurement as values: plots, tables, heat maps, and the machine they were measured on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing what a measurement found to a file, as a page or as Markdown."""
+"""Writing the findings of a measurement to a file, as HTML or as Markdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A torch.distributed.checkpoint folder, as plain FSDP2 code writes it: model and optimizer, cut over any ranks."""
+"""A torch.distributed.checkpoint folder, as plain FSDP2 code writes it, and its pickled metadata read safely."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A DeepSpeed folder, stages 0 to 3 and universal: each parameter put together from the flat parts of all ranks."""
+"""Reading a DeepSpeed folder, ZeRO stages 0 to 3 and universal: parameters joined from the flat shards of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training as DeepSpeed wants it: every parameter in a group, all with the same states and count of steps."""
+"""Writing a DeepSpeed checkpoint: optimizer groups, and the ZeRO files of each rank for one stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Guards of the nodes of a run among themselves: all tell node 0 what they see, and node 0 decides."""
+"""Guards of several nodes: each reports its calls to node 0 in few bytes, and node 0 decides."""
 
 from __future__ import annotations
 

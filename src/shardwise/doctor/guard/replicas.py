@@ -1,4 +1,4 @@
-"""Replica drift of any script: fingerprints that ranks wrote around their optimizer steps, compared from outside."""
+"""Replica drift of any script from recorded fingerprints, and nodes that lost each other; seen from outside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slow ranks: who comes last to collectives, by how much, and whether data or computing keeps it."""
+"""Stragglers: which rank comes last to collectives, and whether oversubscribed cores explain it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the facts of a machine mean for a job: GPUs, torch, memory, cores, limits, disk, clock; pure."""
+"""What the facts of a machine and its network interfaces mean for a job; pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launch line that works on the hosts that do, and what other launchers need to be told; pure."""
+"""What is wrong with hosts, their names and clocks, and the launch line for those that work; pure."""
 
 from __future__ import annotations
 

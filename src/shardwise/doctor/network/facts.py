@@ -1,4 +1,4 @@
-"""What was found out about hosts and the links between them: plain values, for checks that are pure."""
+"""Facts about hosts and the links between them, and the addresses that hosts use among themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with the ways between hosts: cut pairs, ports, packet sizes, slow links; pure."""
+"""What is wrong with links between hosts: unreachable pairs, ports, packet sizes, slow links; pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What NCCL wrote down with NCCL_DEBUG=INFO: which variables it read, which network it took, how pairs talk; pure."""
+"""NCCL_DEBUG=INFO logs of a run: variables that NCCL read, its network, and the transport of each pair; pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of torch as arrays of MLX and back, at the engine's door."""
+"""Tensors of torch as arrays of MLX under torch's names and layouts, and batch norm that is exact over ranks."""
 
 from __future__ import annotations
 

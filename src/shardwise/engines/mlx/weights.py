@@ -1,4 +1,4 @@
-"""The first values of a model in MLX: read from a file by every rank, or those of rank 0."""
+"""Initial weights and optimizers of a model in MLX, under torch's names."""
 
 from __future__ import annotations
 

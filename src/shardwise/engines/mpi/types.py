@@ -1,4 +1,4 @@
-"""Which tensors MPI reduces and moves: its names of torch's dtypes and reduce operations, and what is refused."""
+"""dtypes and reduce operations of MPI for those of torch, and the mpi4py library beneath."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running a function on the ranks of this machine, from a script or a notebook: what mp.spawn is for."""
+"""Running a function on forked or fresh ranks of this machine, from a script or a notebook, as mp.spawn does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the supervisor tells the fork parent or a warm server, and what it hears back."""
+"""Messages between the supervisor and the fork parent, one JSON object per line over a private socket."""
 
 from __future__ import annotations
 

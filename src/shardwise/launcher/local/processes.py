@@ -1,4 +1,4 @@
-"""Processes of one machine's ranks: started by exec or fork, and never outliving their launcher."""
+"""Processes of one machine's ranks, which never outlive their launcher, and the compile cache they share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank runs: a script, a module, or a program that is not Python."""
+"""What a rank runs: a script, a module or a program, and how a fork becomes its `__main__`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which address of this machine others reach, and on which interface it is: asked of the kernel, not of host names."""
+"""The address and interface by which other nodes reach this one, and who may connect to a listening socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A TCP connection between two nodes: one JSON object per line, never blocking, silence measured."""
+"""A TCP connection between two nodes, one JSON object per line, and how both prove that they share the secret."""
 
 from __future__ import annotations
 

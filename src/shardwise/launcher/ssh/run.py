@@ -1,4 +1,4 @@
-"""One run on many machines from one command: checked first, started over OpenSSH, shown by host, ended together."""
+"""One run on many machines over OpenSSH: hosts as users name them, checked first, ended together."""
 
 from __future__ import annotations
 

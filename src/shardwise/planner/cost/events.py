@@ -1,4 +1,4 @@
-"""A small simulation of what runs when: tasks on streams, each stream in order, each task after those it needs."""
+"""A small simulation of streams and pipeline schedules: forward and backward passes beside their collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parts of a model each stage of a pipeline runs, and on which rank; without a pipeline one stage runs all."""
+"""Pipeline stages of a plan, and the weights, gradients and optimizer states that one rank holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of a decoder (GPT-2's and Llama's shape) in closed form; mirrors the decoder of the models room."""
+"""The parts of a decoder (GPT-2's and Llama's shape) in closed form, and published models by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of a residual network in closed form; mirrors the one of the models room, with batch norm."""
+"""The parts of a residual network with batch norm in closed form; mirrors `models/resnet.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every plan worth a look for a model, a cluster and a batch: layouts, micro-batches, recompute, schedules."""
+"""Candidate plans for a model, a cluster and a batch, and lower bounds of their memory and time."""
 
 from __future__ import annotations
 

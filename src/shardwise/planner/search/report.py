@@ -1,4 +1,4 @@
-"""An answer as plain data, for JSON."""
+"""An answer of the planner as plain data for JSON, and as a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is planned: a published model by name, or the model of a Job, in the precision of a device."""
+"""What is planned: a published model or the model of a Job; and plan = auto for the machine at hand."""
 
 from __future__ import annotations
 

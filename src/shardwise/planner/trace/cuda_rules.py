@@ -1,4 +1,4 @@
-"""CUDA's ways on meta tensors: which operators autocast lowers or lifts, and which kernels are fused."""
+"""CUDA's rules on meta tensors: autocast, fused kernels, and the workspace of cuDNN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check of a job's loss, once, on the first micro-batch that is trained.
+"""The first-step checks: the loss, which output tensors hold rows, and batches of model-parallel peers.
 
 A Loss is a sum over rows and what that sum is divided by. Rows that are given twice must therefore double both; a
 `sum` that returns a mean does not, and would train at 1/rows of the learning rate without a word. The output of the

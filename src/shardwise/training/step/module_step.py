@@ -1,4 +1,4 @@
-"""What a step over a torch module tells of that model: its buffers, names, random streams, mode and whole weights."""
+"""A step over a torch module: buffers, parameter names, random streams, whole weights and snapshots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch's pipeline schedules, given stages that pick their micro-batches themselves."""
+"""Torch's pipeline schedules, and the relay of one forward pass through all stages."""
 
 from __future__ import annotations
 

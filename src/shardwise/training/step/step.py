@@ -1,4 +1,4 @@
-"""The Step protocol and what a step reports."""
+"""The Step protocol, what a step reports, and the marks of its phases."""
 
 from __future__ import annotations
 
