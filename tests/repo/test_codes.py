@@ -11,7 +11,7 @@ SOURCE = ROOT / "src" / "shardwise"
 TREES = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
 AREAS = (
     "job|loss|optimizer|model|data|plan|layout|hardware|env|extra|world|rendezvous|launch|train|checkpoint|verify|bench"
-    "|doctor|run|watch|cli|engine|support"
+    "|doctor|run|watch|cli|spec|engine|support"
 )
 """What an error is about, by the parts of the product that users know: packages may be renamed, areas not."""
 CODE = re.compile(rf"({AREAS})\.[a-z0-9]+(-[a-z0-9]+)*")

@@ -1,0 +1,256 @@
+"""Specs and Reports: one frozen value goes into a command, one frozen value comes out.
+
+A Spec holds everything that a command can be asked. Each field has its default in the class and its help in the
+docstring below it, so that the command line (`cli/options.py`), the signature of the Python function (`spec_function`)
+and the JSON that a rank receives all come from the same line. Sections (`nodes`, `hang`, `save` ...) are Specs inside
+a Spec, shared by commands; users write their fields flat: `--save-every 100`, `save_every=100`.
+
+The invariant: a Spec that exists is valid. Values are converted and checked at construction, whether they come from
+the command line, from Python or from JSON.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import itertools
+import operator
+import textwrap
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
+
+import msgspec
+
+from shardwise.errors import InputError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
+NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
+
+
+@dataclass(frozen=True)
+class Option:
+    """How a field is written where its name alone does not say it; stands in the field's `Annotated`."""
+
+    flags: tuple[str, ...] = ()
+    """Flags in place of --field-name; the first one, with underscores, is the name in Python."""
+    metavar: str | None = None
+    positional: bool = False
+    """An argument, on the command line and in Python, in the order of the fields."""
+
+
+def option(*flags: str, metavar: str | None = None) -> Option:
+    """Return the flags and the metavar of a field."""
+    return Option(flags=flags, metavar=metavar)
+
+
+def argument(metavar: str) -> Option:
+    """Return the mark of a positional field."""
+    return Option(metavar=metavar, positional=True)
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a command is asked: all of its options, valid, frozen, as JSON both ways."""
+
+    def __post_init__(self) -> None:
+        """Convert and check each value; a list becomes a tuple, a string a Path where the field is one."""
+        for name, hint in _hints(type(self)).items():
+            value = getattr(self, name)
+            if isinstance(value, Spec):
+                continue
+            try:
+                converted = msgspec.convert(value, hint, dec_hook=_convert_path)
+            except msgspec.ValidationError as error:
+                raise InputError(
+                    f"{type(self).__name__}.{name} is {value!r}",
+                    code="spec.value-invalid",
+                    fix=_requirement(hint, error),
+                ) from None
+            msgspec.structs.force_setattr(self, name, converted)
+
+    @classmethod
+    def of(cls, *arguments: Any, **options: Any) -> Self:
+        """Return the Spec of flat options: positional fields in order, fields of sections by their own names."""
+        fields = flat_fields(cls)
+        positional = [name for name, field in fields.items() if field.option.positional]
+        if len(arguments) > len(positional):
+            raise InputError(
+                f"{len(arguments)} arguments, where {cls.__name__} takes {', '.join(positional) or 'none'}",
+                code="spec.too-many-arguments",
+                fix="pass the others by name",
+            )
+        named = {**dict(zip(positional, arguments, strict=False)), **options}
+        own: dict[str, Any] = {}
+        for name, value in named.items():
+            if name not in fields:
+                raise InputError(
+                    f"{cls.__name__} has no option {name!r}", code="spec.unknown-option", fix=nearest(name, fields)
+                )
+            field = fields[name]
+            if field.section is None:
+                own[field.name] = value
+            else:
+                section = own.get(field.section, field.section_default)
+                own[field.section] = msgspec.structs.replace(section, **{field.name: value})
+        return cls(**own)
+
+    def to_json(self) -> str:
+        """Return the Spec as one line of JSON."""
+        return msgspec.json.encode(self, enc_hook=str).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Return the Spec that `to_json` wrote."""
+        return msgspec.json.decode(text, type=cls, dec_hook=_convert_path)
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with other values."""
+        return msgspec.structs.replace(self, **changes)
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What a command answers: its figures, how they are shown, and the exit code of the command."""
+
+    exit_code: ClassVar[int] = 0
+
+    def to_json(self) -> str:
+        """Return the figures as indented JSON."""
+        return msgspec.json.format(msgspec.json.encode(self, enc_hook=str), indent=2).decode()
+
+    def to_text(self) -> str:
+        """Return the report as a terminal shows it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatField:
+    """One option of a Spec, be it the field of a section or of the Spec itself."""
+
+    name: str
+    hint: Any
+    """The type, with what constrains it."""
+    default: Any
+    """msgspec.NODEFAULT where the option must be given."""
+    help: str
+    option: Option
+    section: str | None = None
+    """The field that holds the section; None for a field of the Spec itself."""
+    section_default: Any = None
+
+
+@functools.cache
+def flat_fields(kind: type[Spec]) -> dict[str, FlatField]:
+    """Return the options of a Spec by the name that users write, in the order of its fields."""
+    return {_public_name(field): field for field in _walk(kind, None, None)}
+
+
+def _public_name(field: FlatField) -> str:
+    flags = [flag for flag in field.option.flags if flag.startswith("--")]
+    return flags[0].removeprefix("--").replace("-", "_") if flags else field.name
+
+
+def _walk(kind: type[Spec], section: str | None, section_default: Any) -> list[FlatField]:
+    found = []
+    docs = _field_docs(kind)
+    hints = _hints(kind)
+    for field in msgspec.structs.fields(kind):
+        default = field.default
+        if field.default_factory is not msgspec.NODEFAULT:
+            default = field.default_factory()
+        if section_default is not None:
+            default = getattr(section_default, field.name)
+        if isinstance(default, Spec):
+            found += _walk(type(default), field.name, default)
+            continue
+        marks = [mark for mark in typing.get_args(hints[field.name])[1:] if isinstance(mark, Option)]
+        found.append(
+            FlatField(
+                name=field.name,
+                hint=hints[field.name],
+                default=default,
+                help=docs.get(field.name, ""),
+                option=marks[0] if marks else Option(),
+                section=section,
+                section_default=section_default,
+            )
+        )
+    return found
+
+
+@functools.cache
+def _hints(kind: type[Spec]) -> dict[str, Any]:
+    return typing.get_type_hints(kind, include_extras=True)
+
+
+def _field_docs(kind: type[Spec]) -> dict[str, str]:
+    """Return the docstring below each field, base classes included, as one line."""
+    docs: dict[str, str] = {}
+    for owner in reversed(kind.__mro__):
+        if owner is Spec or not issubclass(owner, Spec):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0].body  # type: ignore[attr-defined]
+        for field, below in itertools.pairwise(body):
+            is_field = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+            if is_field and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                docs[field.target.id] = " ".join(str(below.value.value).split())
+    return docs
+
+
+def _requirement(hint: Any, error: msgspec.ValidationError) -> str:
+    """Return what a value must be: one of the choices of a Literal, else what msgspec expected."""
+    choices = typing.get_args(plain_type(hint))
+    if typing.get_origin(plain_type(hint)) is typing.Literal:
+        return f"choose one of {', '.join(map(str, choices))}"
+    return f"it must be {str(error).removeprefix('Expected ')}"
+
+
+def plain_type(hint: Any) -> Any:
+    """Return a type without the constraints and options that stand in its Annotated."""
+    while typing.get_origin(hint) is Annotated:
+        hint = typing.get_args(hint)[0]
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return functools.reduce(operator.or_, map(plain_type, typing.get_args(hint)))
+    return hint
+
+
+def _convert_path(kind: type, value: Any) -> Any:
+    if kind is Path and isinstance(value, str | Path):
+        return Path(value)
+    raise TypeError(f"expected {kind.__name__}, got {value!r}")
+
+
+SpecT = TypeVar("SpecT", bound=Spec)
+ResultT = TypeVar("ResultT")
+
+
+def spec_function(kind: type[SpecT]) -> Callable[[Callable[[SpecT], ResultT]], Callable[..., ResultT]]:
+    """Let a function of one Spec be called with its options as well; its signature shows each with its default."""
+
+    def wrap(function: Callable[[SpecT], ResultT]) -> Callable[..., ResultT]:
+        @functools.wraps(function)
+        def call(*arguments: Any, **options: Any) -> ResultT:
+            if len(arguments) == 1 and isinstance(arguments[0], kind) and not options:
+                return function(arguments[0])
+            return function(kind.of(*arguments, **options))
+
+        call.__signature__ = signature_of(kind, inspect.signature(function).return_annotation)  # type: ignore[attr-defined]
+        return call
+
+    return wrap
+
+
+def signature_of(kind: type[Spec], returns: Any = inspect.Signature.empty) -> inspect.Signature:
+    """Return the signature of a function that takes the options of a Spec."""
+    parameters = []
+    for name, field in flat_fields(kind).items():
+        default = inspect.Parameter.empty if field.default is msgspec.NODEFAULT else field.default
+        how = inspect.Parameter.POSITIONAL_OR_KEYWORD if field.option.positional else inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(name, how, default=default, annotation=plain_type(field.hint)))
+    return inspect.Signature(sorted(parameters, key=lambda one: one.kind), return_annotation=returns)
