@@ -6,8 +6,6 @@ rank is through.
 
 cold       1, 2 and 4 ranks on one machine: a script up to its first all_reduce, and one up to its first optimizer step
            of a small model under DDP (its construction included). Nothing of either launcher runs beforehand.
-warm       the same through `shardwise launch --warm`, whose server an earlier launch has left behind; torchrun has
-           no such thing, so its time is that of the cold start.
 restart    2 ranks with restarts allowed: rank 1 kills itself (SIGKILL) after the first collective; the clock runs from
            there to the first collective of the restarted world. A launcher that is not through within LIMIT_S has not
            recovered: such trials are counted apart and are no times.
@@ -36,12 +34,8 @@ import time
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-COLD_TARGET, WARM_TARGET, RESTART_TARGET = 0.55, 0.1, 0.2
+COLD_TARGET, RESTART_TARGET = 0.55, 0.2
 ROUNDS, QUICK_ROUNDS = 5, 2
 LIMIT_S, QUICK_LIMIT_S = 25.0, 10.0
 """A recovery by torchrun takes 2 to 4 s where it succeeds."""
@@ -51,8 +45,6 @@ LAUNCHERS = {
     "shardwise": [sys.executable, "-m", "shardwise", "launch"],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
 }
-WARM = "shardwise warm"
-WARM_OPTIONS = ["--warm", "--warm-idle", "300"]
 BEST = "torchrun best"
 BEST_ENVIRON = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
@@ -127,8 +119,7 @@ def run(launcher: str, options: list[str], script: str, limit_s: float) -> dict[
         (folder / "script.py").write_text(script)
         stamps = folder / "stamps"
         stamps.touch()
-        words = WARM_OPTIONS if launcher == WARM else []
-        command = [*LAUNCHERS[launcher.partition(" ")[0]], *words, *options, "script.py", str(stamps)]
+        command = [*LAUNCHERS[launcher.partition(" ")[0]], *options, "script.py", str(stamps)]
         environ = {**os.environ, **(BEST_ENVIRON if launcher == BEST else {})}
         output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         start = time.time()
@@ -152,7 +143,7 @@ def between(stamps: dict[str, float], first: str, then: str) -> float | None:
 def compete(ranks: tuple[int, ...], rounds: int, limit_s: float) -> Readings:
     """Give every launcher one turn at everything per round."""
     cold = {f"cold.{what}.{size}": (what, size) for what in SCRIPTS for size in ranks}
-    readings = {kind: {launcher: Series() for launcher in [*LAUNCHERS, WARM]} for kind in cold}
+    readings = {kind: {launcher: Series() for launcher in LAUNCHERS} for kind in cold}
     readings["restart"] = {launcher: Series() for launcher in [*LAUNCHERS, BEST]}
     order = random.Random(0)
     trials = [(kind, launcher) for kind, by_launcher in readings.items() for launcher in by_launcher]
@@ -175,14 +166,11 @@ def show(readings: Readings) -> None:
             print(f"{kind:<20}{launcher:<16}{series.row()}")
 
 
-def figures(kind: str, by_launcher: dict[str, Series]) -> Iterator[str]:
-    """The lines a program reads; without a time of both launchers there is no ratio, and nothing is met."""
-    theirs = by_launcher.get(BEST, by_launcher["torchrun"])
+def figure_of(kind: str, by_launcher: dict[str, Series]) -> str:
+    """The line a program reads; without a time of both launchers there is no ratio, and nothing is met."""
     if kind == "restart":
-        yield figure("restart.ratio", by_launcher["shardwise"], theirs, RESTART_TARGET)
-    else:
-        yield figure(kind, by_launcher["shardwise"], theirs, COLD_TARGET)
-        yield figure(kind.replace("cold", "warm"), by_launcher[WARM], theirs, WARM_TARGET)
+        return figure("restart.ratio", by_launcher["shardwise"], by_launcher[BEST], RESTART_TARGET)
+    return figure(kind, by_launcher["shardwise"], by_launcher["torchrun"], COLD_TARGET)
 
 
 def figure(name: str, ours: Series, theirs: Series, target: float) -> str:
@@ -199,19 +187,12 @@ def main() -> None:
     versions = ", ".join(f"{name} {version(name)}" for name in ("shardwise", "torch"))
     print(f"{rounds} rounds, {limit_s:g} s for a recovery; Python {platform.python_version()}, {versions}")
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start", flush=True)
-    with tempfile.TemporaryDirectory() as runtime:
-        os.environ["XDG_RUNTIME_DIR"] = runtime  # a server of this run's own
-        try:
-            for launcher in [*LAUNCHERS, WARM]:
-                run(
-                    launcher, ["--nproc-per-node=2"], COLLECTIVE, COLD_LIMIT_S
-                )  # files into the page cache, for all alike
-            readings = compete(ranks, rounds, limit_s)
-        finally:
-            subprocess.run([*LAUNCHERS["shardwise"], "--warm-server", "stop"], check=True)
+    for launcher in LAUNCHERS:
+        run(launcher, ["--nproc-per-node=2"], COLLECTIVE, COLD_LIMIT_S)  # files into the page cache, for all alike
+    readings = compete(ranks, rounds, limit_s)
     show(readings)
     for kind, by_launcher in readings.items():
-        print(*figures(kind, by_launcher), sep="\n")
+        print(figure_of(kind, by_launcher))
 
 
 if __name__ == "__main__":

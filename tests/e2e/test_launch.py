@@ -123,10 +123,9 @@ def test_module_spawned_workers_and_pickles_find_their_way_back(folder):
     assert "main ['y'] True" in as_module.stdout, as_module.stderr
 
 
-@pytest.mark.parametrize("warm", [[], ["--warm"]])
-def test_ranks_under_a_profiler_are_fresh_processes_and_that_is_said(folder, warm):
+def test_ranks_under_a_profiler_are_fresh_processes_and_that_is_said(folder):
     (folder / "fresh.py").write_text("import sys; print('torch' in sys.modules)")
-    done = launch(folder, *warm, "fresh.py", NSYS_PROFILING_SESSION_ID="1")
+    done = launch(folder, "fresh.py", NSYS_PROFILING_SESSION_ID="1")
     assert done.stdout == "False\n", done.stderr
     assert "a profiler is here (NSYS_PROFILING_SESSION_ID)" in done.stderr
 

@@ -30,7 +30,6 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 METHODS = {
     "fork": ["--start-method", "fork"],
     "spawn": ["--start-method", "spawn"],
-    "warm": ["--warm", "--warm-idle", "60"],
 }
 TORCHRUN_TRIALS, TORCHRUN_LIMIT_S = 10, 25
 GONE_S = 10
@@ -77,22 +76,15 @@ class Job:
     launcher: subprocess.Popen
     mark: str
     terminal: int | None
-    server: int | None
-    """Warm server that lends the job its fork parent, and outlives it."""
-    there: frozenset[Path]
-    """Files that were there before: torch makes itself a cache folder when a server imports dynamo."""
 
     def processes(self):
-        """Every living process that descends from the launcher, itself included, wherever it was handed to.
-
-        A warm server has the mark of the job that started it, and its forks have the server's.
-        """
+        """Every living process that descends from the launcher, itself included, wherever it was handed to."""
         found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes():
                     found.append(int(entry.name))
-        return [pid for pid in found if pid != self.server and alive(pid)]
+        return [pid for pid in found if alive(pid)]
 
     def listening(self):
         """Return inode -> (address, port, pid) of every socket on which a process of the job listens."""
@@ -115,7 +107,7 @@ class Job:
     def files(self):
         """Temporary files: in the job's TMPDIR, and sockets and half-written files where it works."""
         half = [p for p in self.folder.rglob("*") if p.suffix == ".tmp" or stat.S_ISSOCK(p.lstat().st_mode)]
-        return [path for path in [*(self.folder / "tmp").iterdir(), *half] if path not in self.there]
+        return [*(self.folder / "tmp").iterdir(), *half]
 
 
 def sockets_of(pid):
@@ -152,19 +144,9 @@ def running(folder, method="fork", *, before="", faults=("", ""), terminal=False
     """Launch the waiting script and yield once all ranks have met; whatever is left after is killed."""
     (folder / "script.py").write_text(WAITING_SCRIPT)
     (folder / "tmp").mkdir()
-    # A name that warm servers take over, as torch might read it when it is imported.
-    mark = f"TORCH_PROOF_OF_SHARDWISE={uuid.uuid4().hex}"
-    runtime = folder.with_name(f"{folder.name}-runtime")
-    runtime.mkdir()
-    environ = {
-        **os.environ,
-        "TMPDIR": str(folder / "tmp"),
-        "XDG_RUNTIME_DIR": str(runtime),
-        mark.partition("=")[0]: mark.partition("=")[2],
-    }
+    mark = f"PROOF_OF_SHARDWISE={uuid.uuid4().hex}"
+    environ = {**os.environ, "TMPDIR": str(folder / "tmp"), mark.partition("=")[0]: mark.partition("=")[2]}
     command = [*LAUNCH, "--nproc", str(nproc), *METHODS[method], "script.py", before, *faults]
-    server = start_server(folder, environ) if method == "warm" else None
-    there = frozenset((folder / "tmp").iterdir())
     master, slave = os.openpty() if terminal else (None, None)
     with (folder / "out").open("w") as file:
         launcher = subprocess.Popen(
@@ -179,24 +161,16 @@ def running(folder, method="fork", *, before="", faults=("", ""), terminal=False
         )
     if terminal:
         os.close(slave)
-    job = Job(folder, launcher, mark, master, server, there)
+    job = Job(folder, launcher, mark, master)
     try:
         ready = [folder / f"ready.{rank}" for rank in range(nproc)]
         wait_for(lambda: all(path.exists() and path.read_text().endswith(".") for path in ready), 60, job.output)
         yield job
     finally:
-        for pid in [*job.processes(), *([server] if server else [])]:
+        for pid in job.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         launcher.wait()
-
-
-def start_server(folder, environ):
-    """Start a warm server by a launch that does nothing, and return its process id."""
-    (folder / "nothing.py").touch()
-    for words in (["--warm", "--warm-idle", "60", "nothing.py"], ["--warm-server", "status"]):
-        done = subprocess.run([*LAUNCH, *words], cwd=folder, env=environ, capture_output=True, text=True, check=True)
-    return int(re.match(r"pid (\d+)", done.stdout)[1])
 
 
 def go(job):
@@ -264,9 +238,9 @@ FAULTS = {
     "launcher SIGKILL, a worker has a child in a session of its own": Fault(
         -9, act=send(signal.SIGKILL), before=SESSION
     ),
-    "fork parent SIGKILL": Fault(1, act=kill_fork_parent, methods=("fork", "warm")),
+    "fork parent SIGKILL": Fault(1, act=kill_fork_parent, methods=("fork",)),
     "fork parent SIGKILL, a worker has a child in a session of its own": Fault(
-        1, act=kill_fork_parent, before=SESSION, methods=("fork", "warm")
+        1, act=kill_fork_parent, before=SESSION, methods=("fork",)
     ),
     "store SIGKILL": Fault(1, act=kill_store),
 }
@@ -314,7 +288,6 @@ def suffer(folder, name, method):
         end = time.monotonic()
         names = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in job.processes()]
         code = job.launcher.poll()
-        assert job.server is None or alive(job.server)
         return Row(code, last_line(job.output()), tuple(map(len, found)), end - start), names
 
 
@@ -346,9 +319,8 @@ def render(rows):
         "",
         f"Made by `make prove`. Two ranks on gloo, rank 0 with a child process of its own, and what is left {GONE_S} s",
         "after the fault, or as soon as that is nothing: processes of the job, ports on which it listened, temporary",
-        "files. Ranks are forked from one process, or (`spawn`) started as fresh ones, or (`warm`) forked from a warm",
-        "server, which lives on and is not counted. A negative exit code is a signal. After the last line of a failure",
-        "comes one that names the run directory.",
+        "files. Ranks are forked from one process, or (`spawn`) started as fresh ones. A negative exit code is a",
+        "signal. After the last line of a failure comes one that names the run directory.",
         "",
         "| fault | ranks | exit code | last line | processes | ports | files | gone after |",
         "|---|---|---|---|---|---|---|---|",
@@ -479,8 +451,6 @@ def test_nothing_answers_another_network_namespace(tmp_path, neighbour):
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize(
-    ("method", "nproc"), [("fork", 1), ("fork", 4), ("spawn", 2), ("spawn", 4), ("warm", 2), ("warm", 4)]
-)
+@pytest.mark.parametrize(("method", "nproc"), [("fork", 1), ("fork", 4), ("spawn", 2), ("spawn", 4)])
 def test_nothing_of_any_job_answers_another_network_namespace(tmp_path, neighbour, method, nproc):
     check_privacy(tmp_path, neighbour, method, nproc)

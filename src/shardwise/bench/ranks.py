@@ -19,7 +19,6 @@ from shardwise.runs import create_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
     from shardwise.launcher.local.starters import Starter
 
@@ -71,13 +70,13 @@ def on_ranks(
     fn: Callable[..., Any],
     nproc: int,
     *args: Any,
-    warm: AbstractContextManager[Starter] | None = None,
+    starter: Starter | None = None,
     backend: str | None = None,
 ) -> list[Any]:
     """Run `fn(*args)` on `nproc` fresh ranks of this machine, and return its results by rank.
 
     They have the threads and variables that a training's would have, and share nothing with this process, which may
-    have used CUDA or threads. `fn` is found by its name. The first failing rank's exception is raised here. `warm`
+    have used CUDA or threads. `fn` is found by its name. The first failing rank's exception is raised here. `starter`
     is a fork parent that serves several calls; without one, one is started. Ranks of backend "mpi" are mpirun's.
     """
     if backend == "mpi":
@@ -88,7 +87,7 @@ def on_ranks(
         folder = Path(name)
         (folder / "call").write_bytes(cloudpickle.dumps((fn, args, {})))
         spec = LaunchSpec(target=Module("shardwise.launcher.local.call", (name,)), nproc=nproc, preload=PRELOAD)
-        outcome = launch(spec, create_run(folder / "run", "bench"), warm=warm).outcome
+        outcome = launch(spec, create_run(folder / "run", "bench"), starter=starter).outcome
         if outcome.interrupted:
             raise KeyboardInterrupt
         cause = root_cause(outcome.exits)

@@ -141,7 +141,7 @@ def measure_job(
     """
     distinct = {(case.ranks, case.plan): case for each in cases.values() for case in each}  # one rank: strong is weak
     found: dict[Any, list[list[MeasuredTurns]]] = {key: [] for key in distinct}
-    with fork_parent() as warm:
+    with fork_parent() as starter:
         for _ in range(rounds):
             for ranks in sorted({case.ranks for case in distinct.values()}):
                 keys = [key for key in distinct if key[0] == ranks]
@@ -152,7 +152,7 @@ def measure_job(
                     reference,
                     plans,
                     dict(opening),
-                    warm=contextlib.nullcontext(warm),
+                    starter=starter,
                     backend=opening.get("backend"),
                 )
                 for key, turns in zip(keys, measured[0], strict=True):

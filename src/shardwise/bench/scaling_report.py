@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import statistics
 import tempfile
@@ -302,7 +301,7 @@ def _run(script: Script, ranks: int, starter: Starter) -> tuple[float, list[str]
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
         run = create_run(Path(name) / "run", script.name)
         began = time.perf_counter()
-        outcome = launch(LaunchSpec(target=script, nproc=ranks), run, warm=contextlib.nullcontext(starter)).outcome
+        outcome = launch(LaunchSpec(target=script, nproc=ranks), run, starter=starter).outcome
         seconds = time.perf_counter() - began
         if outcome.interrupted:
             raise KeyboardInterrupt

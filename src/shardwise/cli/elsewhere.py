@@ -45,7 +45,7 @@ def start_elsewhere(*, grace_s: float, dry_run: bool = False) -> int | None:
         raise LaunchError(
             f"--{asked[0]} and --{asked[1]} contradict each other", code="cli.options-conflict", fix="use one of them"
         )
-    for name in ("node_rank", "local_addr", "rdzv_endpoint", "standalone", "warm"):
+    for name in ("node_rank", "local_addr", "rdzv_endpoint", "standalone"):
         if context.params.get(name) and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
             option = name.replace("_", "-")
             raise LaunchError(

@@ -10,7 +10,6 @@ import click
 
 from shardwise.cli.launch_plan import node_options
 from shardwise.cli.train_options import close_guards, equality_options, hang_options, start_guard, start_replica_watch
-from shardwise.environment import base_environment
 from shardwise.runs import create_run, share_run
 from shardwise.runs.console import INTERRUPTED, JOB_FAILED, complain, say
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from shardwise.doctor.guard.guard import Guard
     from shardwise.doctor.guard.replicas import ReplicaWatch
     from shardwise.launcher.local.attempts import Launched
-    from shardwise.launcher.local.starters import ForkStarter
     from shardwise.runs import RunDirectory
 
 
@@ -59,18 +57,6 @@ if TYPE_CHECKING:
 @hang_options
 @equality_options(check_every=0)
 @click.option("--dry-run", is_flag=True, help="Print what would run.")
-@click.option("--warm", is_flag=True, help="Fork ranks from your warm server, started if there is none.")
-@click.option(
-    "--warm-idle", type=click.FloatRange(min=0.1), default=900.0, help="Seconds without a launch that end the server."
-)
-@click.option(
-    "--warm-server",
-    type=click.Choice(["status", "stop"]),
-    is_eager=True,
-    expose_value=False,
-    callback=lambda context, _option, verb: _show_warm_servers(context, verb),
-    help="Show or stop your warm servers; no SCRIPT.",
-)
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(*, script: str, arguments: tuple[str, ...], log_dir: Path | None, dry_run: bool, **options: Any) -> int:
@@ -98,10 +84,9 @@ def command(*, script: str, arguments: tuple[str, ...], log_dir: Path | None, dr
         return 0
     if settled.note:
         complain(settled.note)
-    warm = _join(settled.spec.nproc, settled.warm_idle_s) if settled.warm_idle_s is not None else None
     become_reaper()
     try:
-        launched, run, guards, tee = _launch(settled, log_dir, warm)
+        launched, run, guards, tee = _launch(settled, log_dir)
     finally:
         kill_descendants()  # also what left its rank's process group, or outlived a killed fork parent
     tell_effects(options["preset"], settled.spec.variables, run)
@@ -116,7 +101,7 @@ def command(*, script: str, arguments: tuple[str, ...], log_dir: Path | None, dr
 
 
 def _launch(
-    settled: SettledLaunch, log_dir: Path | None, warm: ForkStarter | None
+    settled: SettledLaunch, log_dir: Path | None
 ) -> tuple[Launched, RunDirectory, list[Guard | ReplicaWatch], Tee]:
     """Run it on this machine, or on this and others; return how it ended, where that is written, and who looked on."""
     from shardwise.cli.follow import Tee
@@ -129,7 +114,7 @@ def _launch(
         ranks = range(spec.nproc)
         guards = [*start_guard(run, settled.hang, ranks), *start_replica_watch(run, settled.replicas, ranks)]
         tee = Tee(run, settled.shown)
-        launched = launch(spec, run, observers=[tee, *guards], note=complain, warm=warm)
+        launched = launch(spec, run, observers=[tee, *guards], note=complain)
         return launched, run, guards, tee
 
     from shardwise.launcher.nodes.node import join_run, node_facts
@@ -152,30 +137,5 @@ def _launch(
             for guard in guards:
                 guard.follow(ranks)
 
-        launched = launch_nodes(
-            spec, settled.nodes, link, run, observers=[tee, *guards], placed=follow, note=complain, warm=warm
-        )
+        launched = launch_nodes(spec, settled.nodes, link, run, observers=[tee, *guards], placed=follow, note=complain)
         return launched, run, guards, tee
-
-
-def _join(nproc: int, idle_s: float) -> ForkStarter | None:
-    from shardwise.hardware import usable_cores
-    from shardwise.launcher.local.warm import join_warm_server
-
-    environ = base_environment(local_world_size=nproc, cores=usable_cores())
-    return join_warm_server(environ, idle_s=idle_s, note=complain)
-
-
-def _show_warm_servers(context: click.Context, verb: str | None) -> None:
-    if verb is None or context.resilient_parsing:
-        return
-    from shardwise.launcher.local.warm import warm_servers
-
-    found = warm_servers(base_environment(local_world_size=1), stop=verb == "stop")
-    for server in found:
-        running = f", {server.running} running" if server.running else ""
-        facts = f"pid {server.pid}: {server.age_s:.0f} s old, {server.launches} launches{running}"
-        say(f"{facts}, " + ("stopped" if verb == "stop" else f"{server.idle_left_s:.0f} s idle time left"))
-    if not found:
-        say("no warm server")
-    context.exit()

@@ -37,8 +37,6 @@ class SettledLaunch:
 
     spec: LaunchSpec
     shown: list[tuple[Shown, Shown]]
-    warm_idle_s: float | None
-    """To be forked from a warm server, which ends when idle this long; None starts a fork parent."""
     nodes: NodesSpec | None
     """The machines of the run; None when this is the only one."""
     hang: HangLimits | None
@@ -66,12 +64,6 @@ def settle_target(script: str, arguments: tuple[str, ...], options: Mapping[str,
 
 def settle_launch(target: Target, options: Mapping[str, Any]) -> SettledLaunch:
     """Check every option; nothing is started yet."""
-    if options["warm"] and (options["start_method"] == "spawn" or options["no_python"]):
-        raise LaunchError(
-            "--warm forks ranks, and --start-method spawn or --no-python starts fresh processes",
-            code="cli.options-conflict",
-            fix="leave one out",
-        )
     equality = equality_variables(options)
     if equality and isinstance(target, Program):
         raise LaunchError(
@@ -109,7 +101,6 @@ def settle_launch(target: Target, options: Mapping[str, Any]) -> SettledLaunch:
         nodes=nodes,
         hang=hang,
         replicas=settle_replicas(options),
-        warm_idle_s=options["warm_idle"] if options["warm"] and spec.fork else None,
         note=_note(target),
     )
 

@@ -89,8 +89,6 @@ def describe(settled: SettledLaunch, context: click.Context) -> str:
     """Return the command line of every node, and of every rank with the variables it gets, one per line."""
     spec, nodes = settled.spec, settled.nodes
     how = "forked from one process that imports torch" if spec.fork else "each a fresh process"
-    if settled.warm_idle_s is not None:
-        how = "forked from the warm server"
     if nodes is None:
         port = spec.port or "a free one"
         lines = [f"# {spec.nproc} ranks, {how}; store on 127.0.0.1, port {port}; {spec.max_restarts} restarts"]

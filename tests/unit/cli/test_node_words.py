@@ -28,13 +28,13 @@ def nodes_of(lines):
 
 
 def test_every_node_gets_the_same_words_but_its_rank(dry_run):
-    lines = dry_run("--nnodes=2", "--nproc=2", "--tee", "3", "--warm", "--rdzv_backend=c10d", "--rdzv_endpoint=a:29400")
+    lines = dry_run("--nnodes=2", "--nproc=2", "--tee", "3", "--rdzv_backend=c10d", "--rdzv_endpoint=a:29400")
     first, second = nodes_of(lines)
     assert [word for word in first if word not in second] == ["--node-rank=0"]
     assert second[1:7] == [
         *("launch", "--nnodes=2", "--node-rank=1", "--master-addr=a", "--master-port=29400", "--rdzv-id=none"),
     ]
-    assert second[7:] == ["--nproc-per-node=2", "--tee=3", "--warm", "train.py", "--lr", "1 e"]
+    assert second[7:] == ["--nproc-per-node=2", "--tee=3", "train.py", "--lr", "1 e"]
 
 
 def test_every_rank_is_shown_with_what_it_is_told(dry_run):

@@ -159,7 +159,7 @@ class _Ground:
 
     def _launch(self, spec: LaunchSpec, run: RunDirectory, observers: list[Observer]) -> Launched:
         spec = dataclasses.replace(spec, record=bool(self._hang_after_s))
-        launched = launch(spec, run, observers=observers, warm=contextlib.nullcontext(self._starter))
+        launched = launch(spec, run, observers=observers, starter=self._starter)
         if launched.outcome.interrupted:
             raise KeyboardInterrupt
         return launched

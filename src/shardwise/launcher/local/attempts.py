@@ -44,7 +44,7 @@ class LaunchSpec:
     port: int = 0
     """Of the first attempt's store; 0 takes a free one."""
     fork: bool = True
-    """Whether ranks may be forked from one warm parent."""
+    """Whether ranks may be forked from one parent that has imported torch."""
     on_terminal: tuple[tuple[bool, bool], ...] = ()
     """By rank, whether (standard output, standard error) stay on the terminal; none by default."""
     grace_s: float = 30.0
@@ -73,15 +73,18 @@ def launch(
     *,
     observers: Sequence[Observer] = (),
     note: Callable[[str], None] = lambda _: None,
-    warm: contextlib.AbstractContextManager[Starter] | None = None,
+    starter: Starter | None = None,
 ) -> Launched:
     """Run the target on all ranks, again after failures as the spec allows; nothing is left running after.
 
-    `warm` is a fork parent that a warm server lent, or that serves several launches; without one, one is started.
+    `starter` serves several launches and is left open; without one, this launch starts its own.
     """
     environ = node_environment(spec)
     write_variables(run, environ)
-    with launch_log(run) as log, warm or starter_for(spec, environ, note) as starter:
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(launch_log(run))
+        if starter is None:
+            starter = stack.enter_context(starter_for(spec, environ, note))
         restarts = 0
         while True:
             outcome = _attempt(spec, run, starter, log, restarts=restarts, observers=observers)

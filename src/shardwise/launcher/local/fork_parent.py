@@ -50,7 +50,7 @@ class ForkParent:
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         ignore_stop_requests()
-        self._send(Ready(refusal, os.getpid()))
+        self._send(Ready(refusal))
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel.socket, selectors.EVENT_READ)
             selector.register(wake_reader, selectors.EVENT_READ)

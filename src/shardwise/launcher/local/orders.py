@@ -85,8 +85,6 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Imports are done; or why forking is not safe here."""
 
     refusal: str = ""
-    pid: int = 0
-    """Of the fork parent; 0 when there is none."""
 
 
 Order = StartRank | StartStore | StartMeeting
@@ -106,38 +104,6 @@ class Assembly(msgspec.Struct, frozen=True, tag="assembly"):
     nodes: tuple[int, ...] = ()
     nprocs: tuple[int, ...] = ()
     refusal: str = ""
-
-
-class Join(msgspec.Struct, frozen=True, tag="join"):
-    """Lend this launcher a fork parent; its standard input, output and error travel beside this."""
-
-    key: str
-    idle_s: float
-    """Seconds without a launch after which the server ends, from now on."""
-
-
-class AskStatus(msgspec.Struct, frozen=True, tag="status"):
-    """Tell how the warm server is."""
-
-
-class AskStop(msgspec.Struct, frozen=True, tag="stop"):
-    """End the warm server; launches that it serves go on."""
-
-
-class WarmStatus(msgspec.Struct, frozen=True, tag="warm"):
-    """How a warm server is."""
-
-    pid: int
-    age_s: float
-    launches: int
-    """Served since it was started."""
-    running: int
-    """Of these, how many still run."""
-    idle_left_s: float
-    """Seconds until it ends if nothing is launched; counts from the end of the last launch."""
-
-
-Request = Join | AskStatus | AskStop
 
 
 # A private socket between two of our processes: one JSON object per line, and descriptors beside them.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from shardwise.environment import cache_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 
 _PR_SET_PDEATHSIG = 1
@@ -138,15 +138,8 @@ def kill_descendants() -> None:
         time.sleep(0.005)
 
 
-def kill_strays(kept: Collection[int]) -> None:
-    """Kill the descendants of this process that are neither in `kept` nor below one of them (Linux)."""
-    for pid in _descendants(os.getpid(), kept):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _descendants(pid: int, kept: Collection[int] = ()) -> list[int]:
-    """Return running descendants from /proc, without `kept` and theirs; zombies wait for their own parent."""
+def _descendants(pid: int) -> list[int]:
+    """Return running descendants from /proc; zombies wait for their own parent."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -157,7 +150,7 @@ def _descendants(pid: int, kept: Collection[int] = ()) -> list[int]:
                 children.setdefault(int(parent), []).append(int(entry.name))
     found, waiting = [], [pid]
     while waiting:
-        mine = [child for child in children.get(waiting.pop(), []) if child not in kept]
+        mine = children.get(waiting.pop(), [])
         found += mine
         waiting += mine
     return found

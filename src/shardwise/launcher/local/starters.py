@@ -1,4 +1,4 @@
-"""Two ways to start ranks: forked from one warm parent, or each as a fresh process."""
+"""Two ways to start ranks: forked from one parent that has imported torch, or each as a fresh process."""
 
 from __future__ import annotations
 
@@ -113,13 +113,10 @@ class PlainStarter:
 class ForkStarter:
     """Ranks are forks of one process that has imported torch: N ranks cost one import, a restart costs none."""
 
-    def __init__(
-        self, channel: socket.socket, parent: subprocess.Popen[bytes] | None = None, *, fresh: bool = False
-    ) -> None:
-        """Talk to the fork parent at the other end of `channel`, our child or not; it only starts `fresh` ranks."""
+    def __init__(self, channel: socket.socket, parent: subprocess.Popen[bytes], *, fresh: bool = False) -> None:
+        """Send orders to the fork parent at the other end of `channel`; `fresh` ranks are new interpreters."""
         self._channel: Channel[Report] = Channel(channel, Report)
         self._parent = parent
-        self._pid = parent.pid if parent is not None else 0
         self._fresh = fresh
         self._gone = False
         self._ended: dict[int, int] = {}
@@ -181,8 +178,7 @@ class ForkStarter:
         self._look()
         if not self._gone:
             return ""
-        how = "was killed" if self._parent is None else f"ended with {describe_exit(self._parent.wait())}"
-        return f"the fork parent of the ranks (pid {self._pid or 'unknown'}) {how}"
+        return f"the fork parent of the ranks (pid {self._parent.pid}) ended with {describe_exit(self._parent.wait())}"
 
     def close(self) -> None:
         """End the fork parent, and with it everything it started."""
@@ -193,12 +189,9 @@ class ForkStarter:
             while not self._gone:  # its end of the channel closes when all is gone
                 self._pump(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
-            if self._pid:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._pid, signal.SIGKILL)
+            self._parent.kill()
         self._channel.close()
-        if self._parent is not None:
-            self._parent.wait()
+        self._parent.wait()
         if self._listener_folder:
             remove_listener_folder(self._listener_folder)  # a fork parent that was killed has not
 
@@ -243,8 +236,8 @@ class ForkStarter:
         self._gone = reports is None
         for report in reports or ():
             match report:
-                case Ready(refusal, pid):
-                    self._refusal, self._pid = refusal, pid
+                case Ready(refusal):
+                    self._refusal = refusal
                 case Started(rank, pid, listener_folder):
                     self._started[rank] = pid
                     self._listener_folder = listener_folder or self._listener_folder

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from shardwise.launcher.local.processes import RankProcess
-    from shardwise.launcher.local.starters import ForkStarter, Starter
+    from shardwise.launcher.local.starters import Starter
     from shardwise.launcher.nodes.link import HubLink
     from shardwise.launcher.nodes.node import NodesSpec
     from shardwise.runs import RunDirectory
@@ -78,7 +78,6 @@ def launch_nodes(
     observers: Sequence[Observer] = (),
     placed: Callable[[range], None] = lambda _: None,
     note: Callable[[str], None] = lambda _: None,
-    warm: ForkStarter | None = None,
 ) -> Launched:
     """Run the target on this node's ranks, round after round, until the hub or its loss ends the run.
 
@@ -93,7 +92,7 @@ def launch_nodes(
     with (
         launch_log(run, link.node) as log,
         caught_signals(signals),
-        warm or starter_for(spec, environ, note) as starter,
+        starter_for(spec, environ, note) as starter,
     ):
         node = _Node(spec, nodes, link, run, starter, environ, interface_of(address), signals, note, log)
         try:
