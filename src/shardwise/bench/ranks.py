@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.environment import identify
 from shardwise.errors import InputError
-from shardwise.launcher.local.attempts import LaunchSpec, launch
+from shardwise.launcher.local.attempts import LocalLaunch, launch
 from shardwise.launcher.local.function import raise_failure, run_forked
 from shardwise.launcher.local.target import Module
 from shardwise.launcher.mpirun import find_mpirun, run_by_mpirun
@@ -86,7 +86,7 @@ def on_ranks(
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
         folder = Path(name)
         (folder / "call").write_bytes(cloudpickle.dumps((fn, args, {})))
-        spec = LaunchSpec(target=Module("shardwise.launcher.local.call", (name,)), nproc=nproc, preload=PRELOAD)
+        spec = LocalLaunch(target=Module("shardwise.launcher.local.call", (name,)), nproc=nproc, preload=PRELOAD)
         outcome = launch(spec, create_run(folder / "run", "bench"), starter=starter).outcome
         if outcome.interrupted:
             raise KeyboardInterrupt

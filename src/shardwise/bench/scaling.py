@@ -18,7 +18,7 @@ from shardwise.dist import world
 from shardwise.environment import base_environment
 from shardwise.hardware import usable_cores
 from shardwise.job import load_job
-from shardwise.launcher.local.attempts import LaunchSpec, starter_for
+from shardwise.launcher.local.attempts import LocalLaunch, starter_for
 from shardwise.launcher.local.target import Module
 from shardwise.planner.settle import settle
 from shardwise.plans.toml import read_plan
@@ -168,7 +168,7 @@ def measure_job(
 @contextlib.contextmanager
 def fork_parent(preload: tuple[str, ...] = PRELOAD) -> Iterator[Starter]:
     """Start what forks the ranks of many launches: its imports are paid for once, and are in no measured time."""
-    spec = LaunchSpec(target=Module("shardwise.launcher.local.call"), nproc=1, preload=preload)
+    spec = LocalLaunch(target=Module("shardwise.launcher.local.call"), nproc=1, preload=preload)
     environ = base_environment(local_world_size=1, cores=usable_cores())
     with starter_for(spec, environ, lambda _: None) as starter:
         yield starter

@@ -16,7 +16,7 @@ from shardwise.bench.scaling import ScalingCurve, ScalingPoint, fork_parent
 from shardwise.bench.timing import Timing
 from shardwise.errors import InputError, RankFailedError
 from shardwise.launcher.explain import explain_outcome
-from shardwise.launcher.local.attempts import LaunchSpec, launch
+from shardwise.launcher.local.attempts import LocalLaunch, launch
 from shardwise.launcher.local.target import Script
 from shardwise.launcher.policy import root_cause
 from shardwise.runs import create_run
@@ -301,7 +301,7 @@ def _run(script: Script, ranks: int, starter: Starter) -> tuple[float, list[str]
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
         run = create_run(Path(name) / "run", script.name)
         began = time.perf_counter()
-        outcome = launch(LaunchSpec(target=script, nproc=ranks), run, starter=starter).outcome
+        outcome = launch(LocalLaunch(target=script, nproc=ranks), run, starter=starter).outcome
         seconds = time.perf_counter() - began
         if outcome.interrupted:
             raise KeyboardInterrupt

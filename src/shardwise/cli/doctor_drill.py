@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardwise.doctor.drill.drill import DrillTarget
     from shardwise.doctor.drill.faults import Kind
     from shardwise.doctor.drill.judge import DrillResult
-    from shardwise.launcher.local.attempts import LaunchSpec
+    from shardwise.launcher.local.attempts import LocalLaunch
     from shardwise.runs import RunDirectory
 
 _CHOICES = ("kill", "freeze", "slow", "mismatch", "link", "checkpoint", "disk", "all")
@@ -160,7 +160,7 @@ def _job(job: str, arguments: tuple[str, ...], options: dict[str, Any]) -> Drill
         "resume": "never",
     }
 
-    def spec(run: RunDirectory) -> LaunchSpec:
+    def spec(run: RunDirectory) -> LocalLaunch:
         write_run_inputs(run, reference, plan)
         return worker_spec({**order, "started_at": time.time()}, run, nproc=nproc, max_restarts=0, record=True)
 
@@ -171,7 +171,7 @@ def _script(path: str, arguments: tuple[str, ...], options: dict[str, Any]) -> D
     """Return a script as `launch` would start it."""
     from shardwise.cli.train_nodes import PRELOAD
     from shardwise.doctor.drill.drill import DrillTarget
-    from shardwise.launcher.local.attempts import LaunchSpec
+    from shardwise.launcher.local.attempts import LocalLaunch
     from shardwise.launcher.local.target import Script, check_target
 
     if given := [option for name, option in _OF_A_JOB.items() if options[name]]:
@@ -182,7 +182,7 @@ def _script(path: str, arguments: tuple[str, ...], options: dict[str, Any]) -> D
         )
     target = Script(path, arguments)
     check_target(target)
-    spec = LaunchSpec(target=target, nproc=options["nproc"], preload=PRELOAD)
+    spec = LocalLaunch(target=target, nproc=options["nproc"], preload=PRELOAD)
     return DrillTarget(name=target.name, spec=lambda _: spec)
 
 

@@ -15,7 +15,7 @@ from shardwise.cli.train_options import equality_variables, settle_hang, settle_
 from shardwise.environment import profiler, run_secret
 from shardwise.errors import LaunchError
 from shardwise.hardware import probe_gpus, usable_cores
-from shardwise.launcher.local.attempts import LaunchSpec
+from shardwise.launcher.local.attempts import LocalLaunch
 from shardwise.launcher.local.target import Module, Program, Script, Target, check_target
 from shardwise.launcher.options import Shown, read_nproc, read_port, shown
 
@@ -35,7 +35,7 @@ _DYNAMO_USERS = _DDP | {"fully_shard", "FullyShardedDataParallel", "compile"}
 class SettledLaunch:
     """What will run, and how its output is shown."""
 
-    spec: LaunchSpec
+    spec: LocalLaunch
     shown: list[tuple[Shown, Shown]]
     nodes: NodesSpec | None
     """The machines of the run; None when this is the only one."""
@@ -80,7 +80,7 @@ def settle_launch(target: Target, options: Mapping[str, Any]) -> SettledLaunch:
     views = shown(
         redirects=options["redirects"], tee=options["tee"], ranks_filter=options["local_ranks_filter"], nproc=nproc
     )
-    spec = LaunchSpec(
+    spec = LocalLaunch(
         target=target,
         nproc=nproc,
         max_restarts=options["max_restarts"],

@@ -92,17 +92,17 @@ def command(
     from shardwise.cli.train_nodes import train_on_nodes
     from shardwise.job import load_job
     from shardwise.job.engine import engine_of
-    from shardwise.launcher.local.attempts import LaunchSpec
+    from shardwise.launcher.local.attempts import LocalLaunch
 
     started_at = time.time()
     tell_preset(more["preset"])  # first: an unknown one is refused here, not on every machine
-    if (elsewhere := start_elsewhere(grace_s=LaunchSpec.grace_s)) is not None:
+    if (elsewhere := start_elsewhere(grace_s=LocalLaunch.grace_s)) is not None:
         return elsewhere
     me = identify()
     reference, plan_overrides = split_settings(job, settings)
     loaded = load_job(reference)
     told = settle_saving(more) | settle_equality(more)
-    if (submitted := start_by_slurm(reference.name, run_dir, grace_s=LaunchSpec.grace_s)) is not None:
+    if (submitted := start_by_slurm(reference.name, run_dir, grace_s=LocalLaunch.grace_s)) is not None:
         return submitted
     nodes = settle_nodes(more)
     if _is_rank(me, backend, nproc) and (nodes is None or me.source != "slurm"):

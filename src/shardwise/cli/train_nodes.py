@@ -13,7 +13,7 @@ from shardwise.cli.follow import following
 from shardwise.cli.join import write_run_inputs
 from shardwise.cli.train_options import start_guard
 from shardwise.environment import variables as own_variables
-from shardwise.launcher.local.attempts import LaunchSpec
+from shardwise.launcher.local.attempts import LocalLaunch
 from shardwise.launcher.local.target import Module
 from shardwise.launcher.nodes.node import join_run, node_facts
 from shardwise.launcher.nodes.rounds import launch_nodes
@@ -53,7 +53,7 @@ class RanksSpec:
     variables: Mapping[str, str]
     """What the preset adds to the user's own."""
 
-    def to_launch(self, order: Mapping[str, Any], run: RunDirectory) -> LaunchSpec:
+    def to_launch(self, order: Mapping[str, Any], run: RunDirectory) -> LocalLaunch:
         """Return what starts the workers with this order."""
         return worker_spec(
             order,
@@ -73,10 +73,10 @@ def worker_spec(
     max_restarts: int,
     record: bool,
     variables: Mapping[str, str] | None = None,
-) -> LaunchSpec:
+) -> LocalLaunch:
     """Return what starts the workers of one machine, each with the same order and this run directory."""
     text = msgspec.json.encode({**order, "run": str(run.path.resolve())}).decode()
-    return LaunchSpec(
+    return LocalLaunch(
         target=Module("shardwise.worker", (text,)),
         nproc=nproc,
         max_restarts=max_restarts,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import rpc
 
 from shardwise.doctor.guard.guard import Guard, HangLimits, describe_separate
-from shardwise.launcher.local.attempts import LaunchSpec, launch
+from shardwise.launcher.local.attempts import LocalLaunch, launch
 from shardwise.launcher.local.function import run_forked
 from shardwise.launcher.local.target import Script
 from shardwise.recorder import start_record
@@ -137,7 +137,7 @@ def test_the_note_comes_while_the_script_runs_and_only_once(tmp_path, monkeypatc
 
     guard = Guard(run, HangLimits(), say)
     guard.follow(range(2))
-    spec = LaunchSpec(target=Script("script.py"), nproc=2, record=True, preload=("torch", "torch._dynamo"))
+    spec = LocalLaunch(target=Script("script.py"), nproc=2, record=True, preload=("torch", "torch._dynamo"))
     launched = launch(spec, run, observers=[guard])
     assert launched.outcome.interrupted == 0
     assert said == [f"shardwise: {said_of(0, 1)}"]

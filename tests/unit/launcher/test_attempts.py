@@ -11,7 +11,7 @@ import pytest
 from env.small_disk import fill, needs_small_disk, on_small_disk
 from refusals import refuses
 from shardwise.launcher.explain import explain_outcome
-from shardwise.launcher.local.attempts import LaunchSpec, launch
+from shardwise.launcher.local.attempts import LocalLaunch, launch
 from shardwise.launcher.local.function import run_forked
 from shardwise.launcher.local.target import Script
 from shardwise.launcher.policy import Finish
@@ -46,7 +46,7 @@ class Run:
     def launch(self, text, *arguments, nproc=1, script="script.py", **options):
         script = self.folder / script
         script.write_text(text)
-        spec = LaunchSpec(target=Script(str(script), arguments), nproc=nproc, preload=(), **options)
+        spec = LocalLaunch(target=Script(str(script), arguments), nproc=nproc, preload=(), **options)
         launched = launch(spec, self.directory)
         self.outputs = [self.directory.stdout(rank).read_text() for rank in range(nproc)]
         self.errors = [self.directory.stderr(rank).read_text() for rank in range(nproc)]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shardwise.doctor.drill.faults import Kind
     from shardwise.doctor.drill.judge import DrillResult
     from shardwise.doctor.run.facts import RunFacts
-    from shardwise.launcher.local.attempts import LaunchSpec
+    from shardwise.launcher.local.attempts import LocalLaunch
     from shardwise.launcher.local.starters import Starter
     from shardwise.launcher.local.supervise import Observer
     from shardwise.runs import RunDirectory
@@ -54,7 +54,7 @@ class DrillTarget:
     """What is drilled: a job of a known length, or a script."""
 
     name: str
-    spec: Callable[[RunDirectory], LaunchSpec]
+    spec: Callable[[RunDirectory], LocalLaunch]
     """Makes a run directory ready, and returns what is launched in it."""
     steps: int = 0
     """Optimizer steps of a job; 0 for a script."""
@@ -100,7 +100,7 @@ class _Ground:
         self._seconds = 0.0
         """What the undisturbed run took."""
 
-    def run_undisturbed(self, spec: LaunchSpec, run: RunDirectory) -> None:
+    def run_undisturbed(self, spec: LocalLaunch, run: RunDirectory) -> None:
         """Run without a fault; its losses are what others are compared with."""
         began = time.monotonic()
         launched = self._launch(spec, run, [])
@@ -157,7 +157,7 @@ class _Ground:
             observers.append(_Thaw(Path(fault.mark), heard, patience_s=3.0 + 6 * self._hang_after_s))
         return self._launch(spec, run, [*observers, _TimeLimit(_LIMIT_S + 10 * self._seconds)])
 
-    def _launch(self, spec: LaunchSpec, run: RunDirectory, observers: list[Observer]) -> Launched:
+    def _launch(self, spec: LocalLaunch, run: RunDirectory, observers: list[Observer]) -> Launched:
         spec = dataclasses.replace(spec, record=bool(self._hang_after_s))
         launched = launch(spec, run, observers=observers, starter=self._starter)
         if launched.outcome.interrupted:

@@ -34,7 +34,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchSpec:
+class LocalLaunch:
     """What to launch on this machine, settled."""
 
     target: Target
@@ -68,7 +68,7 @@ class Launched:
 
 
 def launch(
-    spec: LaunchSpec,
+    spec: LocalLaunch,
     run: RunDirectory,
     *,
     observers: Sequence[Observer] = (),
@@ -104,7 +104,7 @@ def launch(
             note(f"{decision.why}; restart {restarts} of {spec.max_restarts}")
 
 
-def node_environment(spec: LaunchSpec) -> dict[str, str]:
+def node_environment(spec: LocalLaunch) -> dict[str, str]:
     """Return what all ranks of this machine share."""
     return {**base_environment(local_world_size=spec.nproc, cores=usable_cores()), **spec.variables}
 
@@ -121,7 +121,7 @@ def write_end(log: LaunchLog, launched: Launched) -> None:
 
 
 @contextlib.contextmanager
-def starter_for(spec: LaunchSpec, environ: Mapping[str, str], note: Callable[[str], None]) -> Iterator[Starter]:
+def starter_for(spec: LocalLaunch, environ: Mapping[str, str], note: Callable[[str], None]) -> Iterator[Starter]:
     """Choose how ranks are started, and say so where it is not by fork."""
     if not sys.platform.startswith("linux"):
         yield PlainStarter()
@@ -140,7 +140,7 @@ def starter_for(spec: LaunchSpec, environ: Mapping[str, str], note: Callable[[st
 
 
 def _attempt(
-    spec: LaunchSpec,
+    spec: LocalLaunch,
     run: RunDirectory,
     starter: Starter,
     log: LaunchLog,
@@ -186,7 +186,7 @@ class NodePlace:
     """What else ranks are told, such as which interface to use."""
 
 
-def start_ranks(spec: LaunchSpec, run: RunDirectory, starter: Starter, place: NodePlace) -> list[RankProcess]:
+def start_ranks(spec: LocalLaunch, run: RunDirectory, starter: Starter, place: NodePlace) -> list[RankProcess]:
     """Start the ranks of this node."""
     shared = {
         "MASTER_ADDR": place.store_host,
@@ -225,7 +225,7 @@ def start_ranks(spec: LaunchSpec, run: RunDirectory, starter: Starter, place: No
     return ranks
 
 
-def write_start(log: LaunchLog, spec: LaunchSpec, place: NodePlace, ranks: Sequence[RankProcess]) -> None:
+def write_start(log: LaunchLog, spec: LocalLaunch, place: NodePlace, ranks: Sequence[RankProcess]) -> None:
     """Write down which ranks this node has started."""
     words = spec.target.words()
     log.attempt(

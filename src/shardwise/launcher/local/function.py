@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardwise.environment import adopt, rank_environment
 from shardwise.errors import LaunchError, RankFailedError
-from shardwise.launcher.local.attempts import LOOPBACK, LaunchSpec, launch, loopback_listener
+from shardwise.launcher.local.attempts import LOOPBACK, LocalLaunch, launch, loopback_listener
 from shardwise.launcher.local.processes import RankProcess, start_fork
 from shardwise.launcher.local.supervise import Outcome, supervise
 from shardwise.launcher.local.target import Module
@@ -187,7 +187,7 @@ def _from_a_fresh_process(call: tuple[Any, ...], nproc: int) -> list[Any]:
         folder = Path(name)
         (folder / "call").write_bytes(cloudpickle.dumps(call))
         run = create_run(folder / "run", "launch")
-        spec = LaunchSpec(
+        spec = LocalLaunch(
             target=Module("shardwise.launcher.local.call", (name,)), nproc=nproc, preload=("torch", "numpy")
         )
         launched = launch(spec, run, observers=[_Echo(run, nproc)])

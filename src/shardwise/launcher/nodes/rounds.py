@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shardwise.launcher.explain import gather_evidence
 from shardwise.launcher.local.attempts import (
     Launched,
-    LaunchSpec,
+    LocalLaunch,
     NodePlace,
     describe_lost,
     find_failure,
@@ -70,7 +70,7 @@ class _Ended(Exception):  # noqa: N818 - no error: the run is over for this node
 
 
 def launch_nodes(
-    spec: LaunchSpec,
+    spec: LocalLaunch,
     nodes: NodesSpec,
     link: HubLink,
     run: RunDirectory,
@@ -121,7 +121,7 @@ def _launched(over: Over, restarts: int) -> Launched:
 class _Node:
     """This node's side of a run; also what its supervisor knows of the other nodes."""
 
-    spec: LaunchSpec
+    spec: LocalLaunch
     nodes: NodesSpec
     link: HubLink
     run: RunDirectory
