@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from shardwise.doctor.guard.guard import HangLimits
-    from shardwise.doctor.guard.replicas import ReplicaLimits
     from shardwise.launcher.nodes.node import NodesSpec
+    from shardwise.runs.drift import ReplicaSpec
 
 
 _DDP = frozenset({"DistributedDataParallel", "DDP"})
@@ -41,7 +41,7 @@ class SettledLaunch:
     """The machines of the run; None when this is the only one."""
     hang: HangLimits | None
     """When ranks that others wait for are named; None if nobody looks."""
-    replicas: ReplicaLimits | None
+    replicas: ReplicaSpec | None
     """When what DDP keeps equal is compared; None if nobody does."""
     note: str
     """What the user should know of how ranks will be started; empty when it is as asked."""

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
     from shardwise.doctor.guard.guard import Guard, HangLimits
     from shardwise.doctor.guard.neighbours import Exchange
-    from shardwise.doctor.guard.replicas import ReplicaLimits, ReplicaWatch
+    from shardwise.doctor.guard.replicas import ReplicaWatch
     from shardwise.runs import RunDirectory
+    from shardwise.runs.drift import ReplicaSpec
 
 
 Command = TypeVar("Command", bound="Callable[..., Any]")
@@ -107,12 +108,12 @@ def settle_equality(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in ("check_replicas", "on_drift", "deterministic")}
 
 
-def settle_replicas(options: Mapping[str, Any]) -> ReplicaLimits | None:
+def settle_replicas(options: Mapping[str, Any]) -> ReplicaSpec | None:
     """Return what the options of a launch say of replicas; None if they are not compared."""
-    from shardwise.doctor.guard.replicas import ReplicaLimits
+    from shardwise.runs.drift import ReplicaSpec
 
     every = int(options["check_replicas"])
-    return ReplicaLimits(every=every, stop=options["on_drift"] == "stop") if every else None
+    return ReplicaSpec(every=every, stop=options["on_drift"] == "stop") if every else None
 
 
 def equality_variables(options: Mapping[str, Any]) -> dict[str, str]:
@@ -125,7 +126,7 @@ def equality_variables(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def start_replica_watch(
-    run: RunDirectory, limits: ReplicaLimits | None, ranks: range, node: int = 0
+    run: RunDirectory, limits: ReplicaSpec | None, ranks: range, node: int = 0
 ) -> list[ReplicaWatch]:
     """Return what compares the replicas of a launch: one watch, or none without limits."""
     if limits is None:

@@ -76,7 +76,7 @@ def run_by_mpirun(call: Callable[[], Any], nproc: int, *, timeout_s: float | Non
         try:
             return take_results(_by_rank(outcome, nproc, folder), nproc, folder, timeout_s)
         except Exception as error:
-            error.add_note(f"last words: {_last_words(log)}")
+            error.add_note(f"last output: {_last_words(log)}")
             raise
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardwise.parity.evidence import Evidence
+    from shardwise.parity.evidence import Cell, Evidence
 
 
 def no_gradient(evidence: Evidence) -> Finding | None:
@@ -55,7 +55,7 @@ def state_between_passes(evidence: Evidence) -> Finding | None:
 
 def depends_on_grouping(evidence: Evidence) -> Finding | None:
     """Whether the plan has exactly the sum over its micro-batches, and the job itself is not such a sum."""
-    cells = [cell for row in evidence.cells for cell in row if cell.count]
+    cells = [cell for cell in evidence.all_cells if cell.count]
     if len(cells) < 2 or not evidence.is_explained_by(mean_gradient(cells)):
         return None
     counts = (
@@ -112,34 +112,36 @@ def double_scaling(evidence: Evidence) -> Finding | None:
         "the number of ranks": layout.world_size,
         "the tensor-parallel degree": layout.tp,
     }
-    why = [words for words, value in known.items() if value > 1 and abs(max(factor, 1 / factor) / value - 1) < 1e-6]
-    return Finding(
-        cause="double loss scaling",
-        evidence=f"every gradient of step {evidence.step} is {factor:.6g} times that of one process"
-        + (f" ({why[0]}{'' if factor > 1 else ', divided by'})" if why else ""),
-        step=evidence.step,
-    )
+    text = f"every gradient of step {evidence.step} is {factor:.6g} times that of one process"
+    for meaning, value in known.items():
+        if value > 1 and abs(max(factor, 1 / factor) / value - 1) < 1e-6:
+            text += f" ({meaning})" if factor > 1 else f" ({meaning}, divided by)"
+            break
+    return Finding(cause="double loss scaling", evidence=text, step=evidence.step)
 
 
 def mean_of_means(evidence: Evidence) -> Finding | None:
     """Whether means of unequal counts were averaged as if they were equal."""
-    readers = [[cell for cell in row if cell.count] for row in evidence.cells]
-    columns = [
-        [row[number] for row in readers if number < len(row)] for number in range(max(map(len, readers), default=0))
-    ]
-    groups = {
-        "ranks": [row for row in readers if row],
-        "micro-batches": [column for column in columns if column],
-        "micro-batches of all ranks": [[cell] for row in readers for cell in row],
+    by_rank: list[list[Cell]] = []
+    by_number: dict[int, list[Cell]] = {}
+    for row in evidence.cells:
+        counted = [cell for cell in row if cell.count]
+        by_rank.append(counted)
+        for number, cell in enumerate(counted):
+            by_number.setdefault(number, []).append(cell)
+    groupings = {
+        "ranks": [row for row in by_rank if row],
+        "micro-batches": list(by_number.values()),
+        "micro-batches of all ranks": [[cell] for cell in evidence.all_cells if cell.count],
     }
-    for words, parts in groups.items():
-        counts = [sum(cell.count for cell in part) for part in parts]
+    for what, groups in groupings.items():
+        counts = [sum(cell.count for cell in group) for group in groups]
         if len(set(counts)) < 2:  # the plain average of equal counts is the mean over all
             continue
-        if evidence.is_explained_by(plain_average([mean_gradient(part) for part in parts])):
+        if evidence.is_explained_by(plain_average([mean_gradient(group) for group in groups])):
             return Finding(
                 cause="mean of means",
-                evidence=f"the gradient of step {evidence.step} is the plain average over {words}, whose counts differ"
+                evidence=f"the gradient of step {evidence.step} is the plain average over {what}, whose counts differ"
                 f" ({', '.join(f'{count:g}' for count in counts)})",
                 step=evidence.step,
             )
@@ -150,15 +152,13 @@ def skipped_micro_batch(evidence: Evidence) -> Finding | None:
     """Whether the gradient is that of a step without the last micro-batch."""
     if not evidence.cells or min(map(len, evidence.cells)) < 2:
         return None
-    every = [cell for row in evidence.cells for cell in row]
     without = [cell for row in evidence.cells for cell in row[:-1]]
-    denominator, kept = sum(cell.count for cell in every), sum(cell.count for cell in without)
-    for divisor in {denominator, kept} - {0}:
+    total = sum(cell.count for cell in evidence.all_cells)
+    kept = sum(cell.count for cell in without)
+    for divisor in {total, kept} - {0}:
         if evidence.is_explained_by({name: value / divisor for name, value in total_gradient(without).items()}):
-            words = (
-                f"the gradient is that of the step without the last {denominator - kept:g} of {denominator:g} counted"
-            )
-            return skipped_last(evidence, evidence.step, words)
+            text = f"the gradient is that of the step without the last {total - kept:g} of {total:g} counted"
+            return skipped_last(evidence, evidence.step, text)
     return None
 
 
@@ -325,9 +325,8 @@ def local_buffers(evidence: Evidence) -> Finding | None:
 
 def _is_sum_of_rounded(evidence: Evidence, names: Sequence[str], found: Tensor, dtype: torch.dtype) -> bool:
     """Whether gradients are what ranks have, rounded one by one; a last bit of fp64 may round some the other way."""
-    cells = [cell for row in evidence.cells for cell in row]
-    count = sum(cell.count for cell in cells)
-    if not count or any(name not in cell.gradients for cell in cells for name in names):
+    count = sum(cell.count for cell in evidence.all_cells)
+    if not count or any(not cell.gradients.keys() >= set(names) for cell in evidence.all_cells):
         return False
     total = torch.zeros_like(found)
     for row in evidence.cells:

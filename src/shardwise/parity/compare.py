@@ -207,7 +207,9 @@ def ratio(difference: float, scale: float) -> float:
     """Return a difference over its scale; infinite where either is NaN, or a scale of 0 has a difference."""
     if math.isnan(difference) or math.isnan(scale):
         return math.inf
-    return difference / scale if scale else math.inf if difference else 0.0
+    if not scale:
+        return math.inf if difference else 0.0
+    return difference / scale
 
 
 def _tensor_gaps(  # noqa: PLR0917 - positions of private callers

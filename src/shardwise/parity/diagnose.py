@@ -78,9 +78,7 @@ def other_batches(evidence: Evidence) -> Finding | None:
             continue
         if missing and not extra and evidence.micro_batches < evidence.plan.accumulation:
             return skipped_last(evidence, step, f"{missing.total()} rows of step {step} were given to no rank")
-        ranks = strangers or tuple(
-            each.rank for each in evidence.traced if any(row in extra for row in each.rows[step])
-        )
+        ranks = strangers or tuple(each.rank for each in evidence.traced if extra.keys() & set(each.rows[step]))
         return Finding(
             cause="other batches",
             evidence=f"of {len(wanted)} rows of step {step}, {missing.total()} were read by no rank, {extra.total()}"
@@ -161,11 +159,8 @@ def stale_buffers(evidence: Evidence) -> Finding | None:
     if first.kind != "buffer":
         return None
     wanted = evidence.expected.buffers
-    ranks = tuple(
-        each.rank
-        for each in evidence.traced
-        if any(gap > first.limit for gap in _print_gaps(each.buffers, wanted).values())
-    )
+    farthest = {each.rank: max(_print_gaps(each.buffers, wanted).values(), default=0.0) for each in evidence.traced}
+    ranks = tuple(rank for rank, gap in farthest.items() if gap > first.limit)
     counting = _counts_passes(evidence, first.name)
     if counting:
         return Finding(cause="state between forward passes", evidence=counting, parameter=first.name, ranks=ranks)

@@ -82,6 +82,11 @@ class Evidence:
         return self.comparison.first
 
     @property
+    def all_cells(self) -> list[Cell]:
+        """Every micro-batch of every data-parallel rank."""
+        return [cell for row in self.cells for cell in row]
+
+    @property
     def degrees(self) -> list[int]:
         """Into how many pieces the layout may have cut a tensor."""
         layout = self.plan.layout
@@ -91,8 +96,12 @@ class Evidence:
     @property
     def split(self) -> list[str]:
         """Parameters whose whole gradient every rank has, and not the same one."""
-        held = [name for name in self.expected_gradients if all(name in each for each in self.locals)]
-        return [name for name in held if self._differ([each[name] for each in self.locals])]
+        found = []
+        for name in self.expected_gradients:
+            values = [each[name] for each in self.locals if name in each]
+            if len(values) == len(self.locals) and self._differ(values):
+                found.append(name)
+        return found
 
     @property
     def off(self) -> list[str]:
@@ -113,8 +122,7 @@ class Evidence:
 
 def total_gradient(cells: Sequence[Cell]) -> dict[str, Tensor]:
     """Add up the gradients of cells."""
-    names = dict.fromkeys(name for cell in cells for name in cell.gradients)
-    return {name: _sum([cell.gradients[name] for cell in cells if name in cell.gradients]) for name in names}
+    return _sum_by_name([cell.gradients for cell in cells])
 
 
 def mean_gradient(cells: Sequence[Cell]) -> dict[str, Tensor]:
@@ -123,14 +131,18 @@ def mean_gradient(cells: Sequence[Cell]) -> dict[str, Tensor]:
     return {name: value / count for name, value in total_gradient(cells).items()}
 
 
-def plain_average(parts: Sequence[Tensors]) -> dict[str, Tensor]:
-    """Average gradients as if each stood for as many things as the others."""
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: _sum([part[name] for part in parts if name in part]) / len(parts) for name in names}
+def plain_average(means: Sequence[Tensors]) -> dict[str, Tensor]:
+    """Average gradients as if each were the mean over equally many things."""
+    return {name: value / len(means) for name, value in _sum_by_name(means).items()}
 
 
-def _sum(values: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(values)).sum(0)
+def _sum_by_name(gradients: Sequence[Tensors]) -> dict[str, Tensor]:
+    """Add up gradients; one that lacks a name counts as zero."""
+    values: dict[str, list[Tensor]] = {}
+    for each in gradients:
+        for name, value in each.items():
+            values.setdefault(name, []).append(value)
+    return {name: torch.stack(some).sum(0) for name, some in values.items()}
 
 
 # Pieces in the wrong place: whether a tensor is another one cut into equal pieces and put together wrongly.

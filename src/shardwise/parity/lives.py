@@ -74,26 +74,22 @@ class Life:
 def loss_gaps(whole: Life, lives: Sequence[Life], limit: float) -> list[Gap]:
     """Return how far each loss of each life is from that of the run that nobody stopped."""
     wanted = {moment.step: moment for moment in whole.moments()}
-    return [
-        Gap(
-            kind="loss",
-            name="",
-            step=moment.step,
-            relative=relative(moment.loss, wanted[moment.step].loss),
-            limit=limit,
-            between=BETWEEN,
-        )
-        for life in lives
-        for moment in life.moments()
-        if moment.step in wanted
-    ]
+    gaps = []
+    for life in lives:
+        for moment in life.moments():
+            if moment.step in wanted:
+                apart = relative(moment.loss, wanted[moment.step].loss)
+                gaps.append(Gap(kind="loss", name="", step=moment.step, relative=apart, limit=limit, between=BETWEEN))
+    return gaps
 
 
 def relative(found: float, wanted: float) -> float:
     """Return the difference over the value; infinite where only one of the two is a number."""
     if math.isnan(found) or math.isnan(wanted):
         return 0.0 if math.isnan(found) and math.isnan(wanted) else math.inf
-    return abs(found - wanted) / abs(wanted) if wanted else math.inf if found else 0.0
+    if not wanted:
+        return math.inf if found else 0.0
+    return abs(found - wanted) / abs(wanted)
 
 
 @dataclass(frozen=True)

@@ -146,9 +146,16 @@ def _narrow(cuts: Iterable[ProposedSplit], trials: _Trials) -> dict[str, str]:
     best = merged(cut.ways[0] for cut in cuts)
     if not best or trials.passes(best):
         return best
-    alone = [next((way for way in cut.ways if trials.passes(way)), {}) for cut in cuts]
-    kept = merged(alone)
+    kept = merged(_first_passing(cut, trials) for cut in cuts)
     return kept if kept and trials.passes(kept) else {}
+
+
+def _first_passing(cut: ProposedSplit, trials: _Trials) -> dict[str, str]:
+    """Return the best way to split one part of the model that passes alone; empty where none does."""
+    for way in cut.ways:
+        if trials.passes(way):
+            return way
+    return {}
 
 
 def _weakened(cuts: Iterable[ProposedSplit], trials: _Trials, rules: dict[str, str]) -> dict[str, str]:

@@ -83,8 +83,8 @@ def on_ranks(fn: Callable[[World], T], nproc: int, *, timeout_s: float, backend:
         try:
             return run_forked(body, nproc, timeout_s=timeout_s)
         except Exception as error:
-            lines = [line for log in sorted(folder.glob("*.log")) for line in log.read_text().splitlines() if line]
-            error.add_note(f"last words: {lines[-1] if lines else 'none'}")
+            output = "".join(log.read_text() for log in sorted(folder.glob("*.log")))
+            error.add_note(f"last output: {output.strip().splitlines()[-1] if output.strip() else 'none'}")
             raise
 
 

@@ -89,7 +89,9 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     def exit_code(self) -> int:
         """3 when a plan failed, 2 when one that was asked for by name was refused, else 0."""
         statuses = {verdict.status for verdict in self.verdicts}
-        return CHECK_FAILED if "failed" in statuses else BAD_INPUT if "refused" in statuses else DONE
+        if "failed" in statuses:
+            return CHECK_FAILED
+        return BAD_INPUT if "refused" in statuses else DONE
 
     def count(self, status: Status) -> int:
         """Number of plans with this status."""

@@ -183,7 +183,7 @@ def _crash_words(error: Exception) -> str:
     lines = [line.strip() for note in getattr(error, "__notes__", []) for line in note.splitlines()]
     frames = [line for line in lines if line.startswith("File ")]
     ours = [line for line in frames if "site-packages" not in line]
-    places = ours or frames or [line for line in lines if line.startswith("last words")]
+    places = ours or frames or [line for line in lines if line.startswith("last output")]
     return f"a rank raised {type(error).__name__}: {said}" + (f" ({places[-1]})" if places else "")
 
 
@@ -242,15 +242,12 @@ def _mask_findings(bench: Bench, plan: Plan, precision: Exact) -> list[Finding]:
 def not_applied(plan: Plan, traced: Sequence[Traced]) -> list[Finding]:
     """Name the axes that were to cut the model and did not: whole copies give equal numbers and save nothing."""
     cuts_weights = plan.zero == 3 or (plan.zero == 2 and plan.engine == "torch")
-    cutting = ["pp", "tp", *(["shard"] if cuts_weights else [])]
-    whole = [axis for axis in cutting for group in plan.layout.groups(axis)[:1] if _all_alike(traced, group)]
-    findings = [
-        Finding(
-            cause="plan not applied",
-            evidence=f"{axis} is {getattr(plan.layout, axis)}, but the ranks along it all hold the same parameters",
-        )
-        for axis in whole
-    ]
+    findings = []
+    for axis in ("pp", "tp", "shard"):
+        is_splitting = axis != "shard" or cuts_weights
+        if is_splitting and _all_alike(traced, plan.layout.groups(axis)[0]):
+            evidence = f"{axis} is {getattr(plan.layout, axis)}, but the ranks along it all hold the same parameters"
+            findings.append(Finding(cause="plan not applied", evidence=evidence))
     if plan.zero and not cuts_weights and any(each.optimized >= each.held for each in traced):
         evidence = f"zero is {plan.zero}, but the optimizer keeps all its states"
         findings.append(Finding(cause="plan not applied", evidence=evidence))

@@ -1,4 +1,10 @@
-"""Replica drift: which copies of a tensor differ, and why; pure, from fingerprints that ranks have taken."""
+"""Replica drift: which copies of a tensor differ, and why; pure, from fingerprints that ranks have taken.
+
+Ranks fingerprint the bits of every tensor that they should hold alike: under `shardwise train` they exchange the
+fingerprints themselves, under `shardwise launch` the recorder writes them down and the launcher reads them. Either way
+`find_drift` compares, chooses the cause that the evidence leaves, and returns the one report. The invariant: equal
+bits have equal fingerprints, so sound replicas are never reported.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +16,27 @@ from typing import TYPE_CHECKING
 from shardwise.runs.console import counted, name_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
+    Replica = tuple[str, tuple[int, ...]]
+
+CHECK_EVERY = 1000
+"""Steps between checks, by default. One check reads the weights once, less than an update does."""
 _NOBODY: frozenset[int] = frozenset()
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReplicaSpec:
+    """How often replicas are compared, and what follows when they differ."""
+
+    every: int = CHECK_EVERY
+    """Optimizer steps between checks; 0 makes none."""
+    stop: bool = False
+    """Whether drift ends the training; else it is reported, once."""
+
+
 class Cause(Enum):
-    """Why copies that should be equal are not, in words, with what to do."""
+    """Why copies that should be equal are not, as text, with what to do."""
 
     START = (
         "unequal start: they differed before the first update: make or load the weights alike on all ranks, after which"
@@ -130,9 +150,28 @@ class Drift:
         )
 
 
-def first_unequal(copies: Sequence[Copies]) -> tuple[Copies, int] | None:
-    """Return the first copies that differ, and how many other tensors do; None where all are equal."""
-    unequal = [each for each in copies if not each.are_equal]
+def find_drift(
+    step: int,
+    last_equal: int | None,
+    prints: Mapping[int, Mapping[Replica, int]],
+    investigate: Callable[[Copies], DriftEvidence],
+) -> Drift | None:
+    """Return how replicas differ after `step`, and why; None where all are equal.
+
+    `prints` maps a rank to the fingerprint of each of its tensors, by its name and the ranks that should hold it
+    alike; ranks without fingerprints are not compared. `investigate` gathers evidence on the first tensor that differs.
+    """
+    unequal = [copies for copies in copies_of(prints) if not copies.are_equal]
     if not unequal:
         return None
-    return unequal[0], len({each.name for each in unequal}) - 1
+    first, others = unequal[0], len({copies.name for copies in unequal}) - 1
+    return Drift(step=step, last_equal=last_equal, copies=first, others=others, cause=decide(investigate(first)))
+
+
+def copies_of(prints: Mapping[int, Mapping[Replica, int]]) -> Iterator[Copies]:
+    """Yield every tensor once, in the order of the model, on the ranks that were fingerprinted."""
+    for rank, here in prints.items():
+        for name, ranks in here:
+            members = [each for each in ranks if (name, ranks) in prints.get(each, {})]
+            if rank == members[0]:
+                yield Copies(name=name, prints={each: prints[each][name, ranks] for each in members})

@@ -9,10 +9,11 @@ import msgspec
 
 from shardwise.data.loaders import dataset_of
 from shardwise.errors import TrainingError
+from shardwise.runs.drift import ReplicaSpec
 from shardwise.training.build import build_step
 from shardwise.training.evaluate import evaluate
 from shardwise.training.journal import Journal, start_report
-from shardwise.training.replicas import Replicas, ReplicaSpec
+from shardwise.training.replicas import Replicas
 from shardwise.training.saving import Saving, stop_requests
 
 if TYPE_CHECKING:

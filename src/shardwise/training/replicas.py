@@ -15,11 +15,11 @@ from shardwise.layout.layout import AXES
 from shardwise.parallel.gradsync import local
 from shardwise.parallel.support import uses_ddp
 from shardwise.recorder.fingerprint import combined, fingerprints, settings_print
-from shardwise.runs.drift import Copies, Drift, DriftEvidence, decide, first_unequal
+from shardwise.runs.drift import Copies, DriftEvidence, ReplicaSpec, find_drift
 from shardwise.training.step.module_step import on_host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -31,20 +31,7 @@ if TYPE_CHECKING:
     from shardwise.training.step.step import Step
 
 
-CHECK_EVERY = 1000
-"""Steps between checks, by default. One reads the weights once, less than an update does."""
-
 Axes = tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicaSpec:
-    """How often replicas are compared, and what follows when they differ."""
-
-    every: int = CHECK_EVERY
-    """Steps between checks; 0 makes none."""
-    stop: bool = False
-    """Whether drift ends the training; else it is told, once."""
 
 
 class Replicas:
@@ -75,43 +62,46 @@ class Replicas:
             step.mark("data", step.number)
 
     def _check(self, step: Step, batch: StepBatch | None) -> None:
-        found = first_unequal(self._compare(step))
-        if found is None:
+        drift = find_drift(
+            step.number, self._last_equal, self._prints(step), lambda copies: self._investigate(step, batch, copies)
+        )
+        if drift is None:
             self._last_equal = step.number
             return
-        copies, others = found
-        if step.length.sync_every > 1 and batch is not None:
-            evidence = DriftEvidence(same_samples=True)  # gradients of a replica's own are unequal, and prove nothing
-        else:
-            evidence = DriftEvidence(at_start=True) if batch is None else self._investigate(step, batch, copies)
-        self._is_on = False  # what differs will go on to
-        drift = Drift(
-            step=step.number, last_equal=self._last_equal, copies=copies, others=others, cause=decide(evidence)
-        )
+        self._is_on = False  # replicas that differ stay different
         if self._spec.stop:
             raise TrainingError(str(drift), code="train.replicas-drifted")
         if self._world.is_main:
             self._events.write("verdict", text=str(drift))
 
-    def _compare(self, step: Step) -> list[Copies]:
-        """Return the copies of every tensor, none if all are equal; communicates over the world."""
+    def _prints(self, step: Step) -> dict[int, dict[tuple[str, tuple[int, ...]], int]]:
+        """Return the fingerprints of all ranks by tensor, none if all are equal; communicates over the world."""
         named = list(_replicated(step, self._plan))
         prints = fingerprints([tensor for _, _, tensor in named])
-        here = {name: (axes, value) for (name, axes, _), value in zip(named, prints, strict=True)}
-        by_axes = {axes: [value for each, value in here.values() if each == axes] for axes, _ in here.values()}
+        by_axes: dict[Axes, dict[str, int]] = {}
+        for (name, axes, _), value in zip(named, prints, strict=True):
+            by_axes.setdefault(axes, {})[name] = value
         # One number for all tensors first: with thousands of ranks, one of each would be megabytes.
-        totals = self._gather({axes: combined(values) for axes, values in by_axes.items()})
+        totals = self._gather({axes: combined(list(values.values())) for axes, values in by_axes.items()})
         layout = self._plan.layout.folded
         groups = {axes: layout.groups(*axes) for total in totals for axes in total}
-        if not any(
-            len({totals[rank].get(axes) for rank in ranks}) > 1 for axes, cut in groups.items() for ranks in cut
-        ):
-            return []
-        everyone = self._gather(here)
-        return list(_copies(everyone, groups))
+        if _are_equal(totals, groups):
+            return {}
+        found: dict[int, dict[tuple[str, tuple[int, ...]], int]] = {}
+        for rank, here in enumerate(self._gather(by_axes)):
+            replicas = found[rank] = {}
+            for axes, values in here.items():
+                ranks = next(ranks for ranks in groups[axes] if rank in ranks)
+                for name, value in values.items():
+                    replicas[name, ranks] = value
+        return found
 
-    def _investigate(self, step: Step, batch: StepBatch, copies: Copies) -> DriftEvidence:
+    def _investigate(self, step: Step, batch: StepBatch | None, copies: Copies) -> DriftEvidence:
         """Repeat the step and compare what went into it; communicates over the world, on every rank."""
+        if batch is None:
+            return DriftEvidence(at_start=True)
+        if step.length.sync_every > 1:
+            return DriftEvidence(same_samples=True)  # gradients of a replica's own are unequal, and prove nothing
         samples = combined(fingerprints([each for micro in batch.micro_batches for each in tensors(micro.batch)]))
         repeated = repeat_step(step, batch, self.tap, copies.name)
         everyone = self._gather((repeated, samples, settings_print(step.optimized.param_groups)))
@@ -155,14 +145,13 @@ def replica_axes(tensor: Tensor, layout: Layout) -> Axes:
     return tuple(axis for axis in AXES if axis not in cut and getattr(layout, axis) > 1)
 
 
-def _copies(
-    everyone: list[dict[str, tuple[Axes, int]]], groups: Mapping[Axes, tuple[tuple[int, ...], ...]]
-) -> Iterator[Copies]:
-    for rank, here in enumerate(everyone):
-        for name, (axes, _) in here.items():
-            ranks = next(ranks for ranks in groups[axes] if rank in ranks)
-            if rank == ranks[0]:
-                yield Copies(name=name, prints={each: everyone[each][name][1] for each in ranks})
+def _are_equal(totals: Sequence[Mapping[Axes, int]], groups: Mapping[Axes, Sequence[Sequence[int]]]) -> bool:
+    """Return whether the ranks of every group have the same combined fingerprint."""
+    for axes, by_group in groups.items():
+        for ranks in by_group:
+            if len({totals[rank].get(axes) for rank in ranks}) > 1:
+                return False
+    return True
 
 
 # Running one step again from the same state, to see whether it comes to the same; training is as before after it.

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from shardwise.planner.settle import with_engine_of
 from shardwise.runs import EventLog
 from shardwise.runs.directory import parse_keep
+from shardwise.runs.drift import CHECK_EVERY, ReplicaSpec
 from shardwise.runs.progress import ProgressView, write_report
 from shardwise.runs.recorder import Recorder, Timeline
 from shardwise.training.evaluate import export_adapters, write_weights
 from shardwise.training.loop import TrainReport, run_loop
-from shardwise.training.replicas import CHECK_EVERY, ReplicaSpec
 from shardwise.training.saving import SavingSpec
 
 if TYPE_CHECKING:

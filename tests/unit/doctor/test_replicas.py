@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.doctor.guard.replicas import ReplicaLimits, ReplicaWatch
+from shardwise.doctor.guard.replicas import ReplicaWatch
 from shardwise.recorder.replicas import record_replicas
 from shardwise.runs import RunDirectory
+from shardwise.runs.drift import ReplicaSpec
 from shardwise.testing import run_ranks
 
 STEPS = 6
@@ -32,7 +33,7 @@ def watched(folder, spoil, *, every=1, nproc=2, stop=False):
     run = RunDirectory(folder)
     run_ranks(script, nproc, run, every, spoil)
     said = []
-    watch = ReplicaWatch(run, ReplicaLimits(every=every, stop=stop), said.append)
+    watch = ReplicaWatch(run, ReplicaSpec(every=every, stop=stop), said.append)
     watch.follow(range(nproc))
     return said, watch.tick()
 

@@ -87,7 +87,7 @@ def test_the_exception_of_the_failing_rank_comes_back_with_its_traceback():
     notes = "\n".join(caught.value.__notes__)
     assert "on rank 1" in notes
     assert 'raise KeyError("one is ill")' in notes
-    assert notes.endswith("last words: about to fail")
+    assert notes.endswith("last output: about to fail")
 
 
 @needs_mpirun

@@ -18,12 +18,12 @@ from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Precision
 from shardwise.runs import EventLog
 from shardwise.runs.directory import Keep
+from shardwise.runs.drift import ReplicaSpec
 from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step
 from shardwise.training.loop import run_loop
 from shardwise.training.reading import Length
-from shardwise.training.replicas import ReplicaSpec
 from shardwise.training.saving import SavingSpec, StoppedError
 
 FP64 = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp64")

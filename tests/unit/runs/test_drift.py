@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.runs.drift import Cause, Copies, Drift, DriftEvidence, decide, first_unequal
+from shardwise.runs.drift import Cause, Copies, Drift, DriftEvidence, decide, find_drift
 
 
 def copies(*prints, name="weight"):
@@ -20,9 +20,18 @@ def test_without_a_majority_the_lowest_rank_is_right():
 
 
 def test_the_first_tensor_is_named_and_the_others_are_counted_once():
-    found = [copies(1, 1), copies(1, 2, name="a"), copies(3, 4, name="b"), copies(5, 6, name="b")]
-    assert first_unequal(found) == (copies(1, 2, name="a"), 1)
-    assert first_unequal(found[:1]) is None
+    pair, other_pair = (0, 1), (2, 3)
+    prints = {
+        0: {("equal", pair): 1, ("a", pair): 1, ("b", pair): 3},
+        1: {("equal", pair): 1, ("a", pair): 2, ("b", pair): 4},
+        2: {("b", other_pair): 5, ("alone", (2, 9)): 7},
+        3: {("b", other_pair): 6},
+    }
+    evidence = DriftEvidence(gradients_equal=True, settings_equal=False)
+    assert find_drift(12, 10, prints, lambda _: evidence) == Drift(
+        step=12, last_equal=10, copies=copies(1, 2, name="a"), others=1, cause=Cause.SETTINGS
+    )
+    assert find_drift(12, 10, {0: prints[0], 2: prints[2]}, pytest.fail) is None
 
 
 EVIDENCE = {

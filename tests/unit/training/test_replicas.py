@@ -13,10 +13,10 @@ from shardwise.errors import TrainingError
 from shardwise.parallel.gradsync import local
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.runs import EventLog
+from shardwise.runs.drift import ReplicaSpec
 from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
 from shardwise.training.loop import run_loop
-from shardwise.training.replicas import ReplicaSpec
 
 
 def verdicts(world, make_job, plan_name, *, every=1, stop=False, overrides=None):

@@ -7,19 +7,19 @@ import ipaddress
 import re
 import socket
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from shardwise.runs import EventLog, Tail
-from shardwise.runs.drift import Copies, Drift, DriftEvidence, decide, first_unequal
+from shardwise.runs.drift import Copies, Drift, DriftEvidence, find_drift
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
     from shardwise.runs import RunDirectory
+    from shardwise.runs.drift import Replica, ReplicaSpec
 
 
 _LOOK_S = 0.5
@@ -29,22 +29,12 @@ _MOST_OPEN = 64
 Check = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplicaLimits:
-    """How often replicas are compared, and what follows when they differ."""
-
-    every: int
-    """Optimizer steps."""
-    stop: bool = False
-    """Whether drift stops the ranks."""
-
-
 class ReplicaWatch:
     """An observer of the launcher: compares the ranks of this machine, and gives one verdict."""
 
-    def __init__(self, run: RunDirectory, limits: ReplicaLimits, say: Callable[[str], None], node: int = 0) -> None:
+    def __init__(self, run: RunDirectory, spec: ReplicaSpec, say: Callable[[str], None], node: int = 0) -> None:
         """Watch ranks that are named by `follow`; what is found is said and written to the events of this node."""
-        self._run, self._limits, self._say = run, limits, say
+        self._run, self._spec, self._say = run, spec, say
         self._log_path = run.launcher_events(node)
         self._next_look = 0.0
         self.follow(range(0))
@@ -68,7 +58,7 @@ class ReplicaWatch:
             with contextlib.suppress(OSError):  # a full disk or a folder that was removed must not end a launch
                 self._look()
         words, self._unsaid = self._unsaid, ""
-        return words if self._limits.stop else ""
+        return words if self._spec.stop else ""
 
     def places(self) -> str:
         """There is nothing to say of where ranks were."""
@@ -108,40 +98,36 @@ class ReplicaWatch:
 
 
 def judge(step: int, checks: Mapping[int, Check], tensors: Mapping[int, Check], last_equal: int | None) -> Drift | None:
-    """Return what the checks of one step by rank say, with the tensors that each rank has; None where all are equal."""
-    if step == 1 and (start := first_unequal(list(_copies(checks, tensors, "before")))) is not None:
-        evidence = DriftEvidence(at_start=True)
-        return Drift(step=0, last_equal=None, copies=start[0], others=start[1], cause=decide(evidence))
-    found = first_unequal(list(_copies(checks, tensors, "after")))
-    if found is None:
-        return None
-    copies, others = found
+    """Return the drift that the checks of one step show, with the tensors of each rank; None where all are equal."""
+    if step == 1:
+        start = find_drift(0, None, _prints(checks, tensors, "before"), lambda _: DriftEvidence(at_start=True))
+        if start is not None:
+            return start
+    found = _prints(checks, tensors, "after")
+    return find_drift(step, last_equal, found, lambda copies: _evidence(step, checks, copies, last_equal))
 
-    def equal(what: str) -> bool:
-        return len({str(checks[rank][what]) for rank in copies.prints}) == 1
 
-    evidence = DriftEvidence(
-        gradients_equal=equal("gradients"),
-        settings_equal=equal("settings"),
-        unsteady_update=frozenset(copies.odd_ranks if equal("before") and equal("gradients") else ()),
-        is_step_cleared=last_equal == step - 1 and not equal("before"),
+def _evidence(step: int, checks: Mapping[int, Check], copies: Copies, last_equal: int | None) -> DriftEvidence:
+    """Return what was recorded around the step on the ranks that hold the copies."""
+    equal = {}
+    for what in ("before", "gradients", "settings"):
+        equal[what] = len({str(checks[rank][what]) for rank in copies.prints}) == 1
+    return DriftEvidence(
+        gradients_equal=equal["gradients"],
+        settings_equal=equal["settings"],
+        unsteady_update=frozenset(copies.odd_ranks if equal["before"] and equal["gradients"] else ()),
+        is_step_cleared=last_equal == step - 1 and not equal["before"],
     )
-    return Drift(step=step, last_equal=last_equal, copies=copies, others=others, cause=decide(evidence))
 
 
-def _copies(checks: Mapping[int, Check], tensors: Mapping[int, Check], what: str) -> Iterator[Copies]:
-    """Yield every tensor on the ranks of this machine that hold it alike."""
-    values = {rank: dict(zip(_names(tensors[rank]), checks[rank][what], strict=True)) for rank in checks}
-    for rank, here in values.items():
-        for name, ranks in here:
-            members = [each for each in ranks if each in values and (name, ranks) in values[each]]
-            if rank == members[0]:
-                yield Copies(name=name, prints={each: values[each][name, ranks] for each in members})
-
-
-def _names(tensors: Check) -> list[tuple[str, Sequence[int]]]:
-    groups = [tuple(ranks) for ranks in tensors["groups"]]
-    return [(name, groups[index]) for name, index in tensors["tensors"]]
+def _prints(checks: Mapping[int, Check], tensors: Mapping[int, Check], what: str) -> dict[int, dict[Replica, int]]:
+    """Return the fingerprints of each rank by tensor, taken before or after the step."""
+    found = {}
+    for rank, check in checks.items():
+        groups = [tuple(ranks) for ranks in tensors[rank]["groups"]]
+        names = [(name, groups[index]) for name, index in tensors[rank]["tensors"]]
+        found[rank] = dict(zip(names, check[what], strict=True))
+    return found
 
 
 # Nodes that have lost each other while both still reach node 0: seen in the TCP connections of the ranks

@@ -10,12 +10,12 @@ from mlx import nn
 import shardwise as sw
 from shardwise.errors import JobError
 from shardwise.runs import EventLog
+from shardwise.runs.drift import ReplicaSpec
 from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step
 from shardwise.training.evaluate import evaluate
 from shardwise.training.loop import run_loop
-from shardwise.training.replicas import ReplicaSpec
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
 
