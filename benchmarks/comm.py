@@ -26,11 +26,12 @@ import torch.distributed as dist
 
 from figures import figure
 from shardwise.bench.comm.collectives import CollectiveSpec, prepare
-from shardwise.bench.comm.spec import KINDS, written_size
+from shardwise.bench.comm.spec import KINDS
 from shardwise.bench.comm.verdict import held_out_error
 from shardwise.bench.ranks import rank_zero
 from shardwise.bench.timing import calls_in_block, slowest, time_block, time_collective
 from shardwise.dist import world
+from shardwise.units import write_size
 
 MOVING = tuple(name for name, kind in KINDS.items() if kind.traffic != "none")
 SIZES = (1 << 20, 1 << 22, 1 << 24)
@@ -112,7 +113,7 @@ def main() -> None:
         tool, bare = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
         low, middle, high = statistics.quantiles([tool / bare for tool, bare in pairs], n=4)
         spread = f"{low:.2f} .. {high:.2f}"
-        print(f"{name:<16}{written_size(size):>8}{tool:>10.3f}{bare:>10.3f}{middle:>8.3f}{spread:>16}")
+        print(f"{name:<16}{write_size(size):>8}{tool:>10.3f}{bare:>10.3f}{middle:>8.3f}{spread:>16}")
     apart = {}
     for name in MOVING:
         ratios = [tool / bare for (of, _), pairs in found.items() if of == name for tool, bare in pairs]

@@ -29,7 +29,6 @@ import torch.distributed as dist
 
 from figures import figure
 from shardwise.bench.comm.collectives import CollectiveSpec, prepare
-from shardwise.bench.comm.spec import written_size
 from shardwise.bench.overlap import Effort, measure_overlap
 from shardwise.bench.ranks import rank_zero, require_backend
 from shardwise.bench.timing import time_collective
@@ -38,6 +37,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.job import load_job, refer
 from shardwise.launcher.mpirun import find_mpirun
 from shardwise.planner.settle import LocalDevice, settle
+from shardwise.units import write_size
 
 if TYPE_CHECKING:
     from shardwise.bench.split import Split
@@ -134,9 +134,9 @@ def main() -> None:
     for size, pairs in found.items():
         mpi, gloo = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
         low, _, high = statistics.quantiles([mpi / gloo for mpi, gloo in pairs], n=4)
-        print(f"| {written_size(size)} | {mpi:.3f} | {gloo:.3f} | {ratios[size]:.2f} | {low:.2f} .. {high:.2f} |")
+        print(f"| {write_size(size)} | {mpi:.3f} | {gloo:.3f} | {ratios[size]:.2f} | {low:.2f} .. {high:.2f} |")
     for size in (SIZES[0], 1 << 20, SIZES[-1]):
-        figure(f"mpi.all_reduce.{written_size(size)}", ratios[size], "x-gloo")
+        figure(f"mpi.all_reduce.{write_size(size)}", ratios[size], "x-gloo")
     figure("mpi.all_reduce.mean", statistics.geometric_mean(ratios.values()), "x-gloo", at_most=1)
 
     over_a_link(["--quick"] if asked.quick else [])

@@ -20,6 +20,7 @@ from shardwise.launcher.local.attempts import LocalLaunch, launch
 from shardwise.launcher.local.target import Script
 from shardwise.launcher.policy import root_cause
 from shardwise.runs import create_run
+from shardwise.units import format_rate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,10 +66,10 @@ def scaling_table(curve: ScalingCurve) -> Table:
     rows = []
     for point in curve.points:
         row = [str(point.ranks), *([str(point.batch_size), point.plan] if has_batch else [])]
-        row += [_rate(point.per_s), "" if point.spread is None else f"±{point.spread:.1%}"]
+        row += [format_rate(point.per_s), "" if point.spread is None else f"±{point.spread:.1%}"]
         row += [_efficiency(curve, point)]
         if has_predicted:
-            row.append(_rate(point.predicted_per_s) if point.predicted_per_s else "")
+            row.append(format_rate(point.predicted_per_s) if point.predicted_per_s else "")
         if has_parts:
             parts = point.parts
             row += ["" if parts is None else f"{1e3 * parts[name]:.2f}" for name in PARTS]
@@ -187,10 +188,6 @@ def _throughput(curve: ScalingCurve) -> Plot:
     if predicted:
         series.append(Series(name="predicted", points=predicted, dashed=True))
     return Plot(title="Throughput", x_label="ranks", y_label=curve.unit, series=tuple(series))
-
-
-def _rate(per_s: float) -> str:
-    return f"{per_s:,.1f}" if per_s >= 10 else f"{per_s:.3f}"
 
 
 # Throughput of any script on more and more ranks: what it prints, or how soon it is done.

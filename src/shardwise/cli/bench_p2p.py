@@ -53,8 +53,8 @@ def command(
     Alone it starts ranks here; on many machines start it there:
     shardwise launch --nnodes=2 ... -m shardwise bench p2p
     """
-    from shardwise.bench.comm.spec import read_size
     from shardwise.bench.report.write import check_report_path
+    from shardwise.units import read_size
 
     small_bytes, large_bytes = read_size(small), read_size(size) if size else None
     _check_ranks(nproc, device, backend)

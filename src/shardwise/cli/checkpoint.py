@@ -128,10 +128,11 @@ def convert(
     """Write SOURCE, whose kind is recognised, as a new checkpoint TARGET; says what TARGET cannot hold."""
     from shardwise.checkpoint.convert.convert import TargetRanks
     from shardwise.checkpoint.convert.convert import convert as write
-    from shardwise.cli.checkpoint_view import in_units, show_conversion
+    from shardwise.cli.checkpoint_view import show_conversion
+    from shardwise.units import format_bytes_si
 
     def announce(peak_bytes: int) -> None:
-        complain(f"host peak: {in_units(peak_bytes)} of tensors at a time")
+        complain(f"host peak: {format_bytes_si(peak_bytes)} of tensors at a time")
 
     if (stage is None) != (nproc is None):
         raise InputError(

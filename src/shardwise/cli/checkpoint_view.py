@@ -13,6 +13,7 @@ from rich.table import Table
 
 from shardwise.checkpoint.convert.contents import bytes_of
 from shardwise.runs.console import say
+from shardwise.units import format_bytes_si
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +35,7 @@ def show_listing(rows: Sequence[ListingRow]) -> None:
         table.add_row(
             "" if row.step is None else str(row.step),
             "" if row.saved_at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.saved_at)),
-            "" if row.num_bytes is None else in_units(row.num_bytes),
+            "" if row.num_bytes is None else format_bytes_si(row.num_bytes),
             row.layout,
             " ".join(f"{name} {value:.4g}" for name, value in row.metrics.items()),
             "damaged" if row.damages else "sound",
@@ -56,7 +57,7 @@ def show_contents(path: Path, contents: Contents) -> None:
     for part, names in parts.items():
         forms = [contents.forms[name] for name in names]
         elements = sum(math.prod(form[1]) for form in forms)
-        table.add_row(part, str(len(names)), f"{elements:,}", in_units(sum(map(bytes_of, forms))))
+        table.add_row(part, str(len(names)), f"{elements:,}", format_bytes_si(sum(map(bytes_of, forms))))
     _show(table)
     for name, value in contents.facts.items():
         say(f"{name}: {_fact(name, value)}")
@@ -67,7 +68,7 @@ def show_tensors(contents: Contents) -> None:
     """Show every tensor with dtype, shape and size."""
     table = _table("tensor", "dtype", "shape", "size")
     for name, form in contents.forms.items():
-        table.add_row(name, form[0], " x ".join(map(str, form[1])) or "scalar", in_units(bytes_of(form)))
+        table.add_row(name, form[0], " x ".join(map(str, form[1])) or "scalar", format_bytes_si(bytes_of(form)))
     _show(table)
 
 
@@ -96,21 +97,11 @@ def show_conversion(report: ConvertReport) -> None:
     """Show what was written, and what was not."""
     say(
         f"{report.source_kind} -> {report.target_kind}: {report.num_tensors} tensors,"
-        f" {in_units(report.num_bytes)}, step {report.step}, in {report.path}"
+        f" {format_bytes_si(report.num_bytes)}, step {report.step}, in {report.path}"
     )
     _list("tied", [f"{alias} is {name}" for alias, name in report.tied.items()])
     _list("axes moved, as a convolution's", report.moved)
     _list("left out", report.left_out)
-
-
-def in_units(num_bytes: int) -> str:
-    """Return a number of bytes in the unit that suits it."""
-    size = float(num_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
 
 
 def _fact(name: str, value: Any) -> str:

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from shardwise.bench.p2p.findings import HEADER, by_block, kind_rows, node_labels, slow_pairs, unit_of
 from shardwise.bench.p2p.verdict import find_slow, in_words
-from shardwise.bench.report.draw import in_bytes
 from shardwise.runs.console import say
+from shardwise.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,7 +32,7 @@ def show_pairs(pairs: Pairs) -> None:
     say(f"{len(pairs.places)} ranks on {where} · {pairs.backend} · {pairs.places[0].device} · {apart}")
     slow = find_slow(pairs)
     for quantity, values in (("latency", pairs.latencies), ("bandwidth", pairs.rates)):
-        size = in_bytes(spec.small_bytes if quantity == "latency" else spec.large_bytes or 0)
+        size = format_bytes(spec.small_bytes if quantity == "latency" else spec.large_bytes or 0)
         say("")
         unit, scale = unit_of(quantity, values.values())
         say(f"{quantity} of {size} in {unit}, from row to column, at best")
@@ -72,17 +72,13 @@ def _show_matrix(values: Mapping[tuple[int, int], float], pairs: Pairs, marked: 
 def _cell(value: float | None, slow: bool) -> str:  # noqa: FBT001 - two states of a cell
     if value is None:
         return "-"
-    return f"{_digits(value)}{'*' if slow else ''}"
+    return f"{format_rate(value)}{'*' if slow else ''}"
 
 
 def _block(values: list[float]) -> str:
     if not values:
         return "-"
-    return " / ".join(_digits(value) for value in (min(values), statistics.median(values), max(values)))
-
-
-def _digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
+    return " / ".join(format_rate(value) for value in (min(values), statistics.median(values), max(values)))
 
 
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]], *, left: int) -> Table:

@@ -16,15 +16,13 @@ from shardwise.planner.search.explain import (
     capture_gain,
     compile_gain,
     decision_path,
-    in_gb,
-    in_numbers,
-    in_seconds,
     reason,
     room_in_words,
     rounds_gain,
 )
 from shardwise.planner.search.search import Candidate
 from shardwise.runs.console import complain, say
+from shardwise.units import format_count, format_gb, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -100,7 +98,7 @@ def show_answer(answer: Answer, forms: Sequence[ZeroForm], subject: Subject, *, 
     question = answer.question
     shape = question.model.plain
     length = f", {shape.tokens_per_sample} tokens each" if shape.tokens_per_sample else ""
-    say(f"model     {shape.name}: {in_numbers(shape.numel)} parameters ({shape.source})")
+    say(f"model     {shape.name}: {format_count(shape.numel)} parameters ({shape.source})")
     say(f"cluster   {question.cluster.describe()}")
     say(f"batch     {question.batch_size} samples ({subject.batch_source}){length}")
     say(f"precision {subject.precision} ({subject.precision_source})")
@@ -116,10 +114,10 @@ def show_answer(answer: Answer, forms: Sequence[ZeroForm], subject: Subject, *, 
     if chosen is not None and chosen.best is not None:
         say("")
         say(f"{chosen.name}: {beside_native(chosen, answer)}")
-        say(f"          {_parts(chosen.best.memory.at_peak, in_gb)}")
-        say(f"          {_parts(chosen.best.time.parts, in_seconds)}")
+        say(f"          {_parts(chosen.best.memory.at_peak, format_gb)}")
+        say(f"          {_parts(chosen.best.time.parts, format_seconds)}")
         if chosen.best.memory.host:
-            say(f"          {in_gb(chosen.best.memory.host)} on the host for each device")
+            say(f"          {format_gb(chosen.best.memory.host)} on the host for each device")
 
 
 def _families(answer: Answer, forms: Sequence[ZeroForm]) -> Table:
@@ -132,7 +130,7 @@ def _families(answer: Answer, forms: Sequence[ZeroForm]) -> Table:
             style = "bold" if words == "chosen" else ""
             table.add_row(family, *_cells(entry.plan, entry.memory, entry.time), words, style=style)
         else:
-            memory = in_gb(entry.memory.total) if entry.memory else ""
+            memory = format_gb(entry.memory.total) if entry.memory else ""
             table.add_row(family, "", "", "", memory, "", "", "", words, style="dim")
     chosen = choose_form(forms)
     for form in forms:
@@ -141,7 +139,7 @@ def _families(answer: Answer, forms: Sequence[ZeroForm]) -> Table:
             style = "bold" if form is chosen else ""
             table.add_row(form.name, *_cells(form.best.plan, form.best.memory, form.best.time), words, style=style)
         else:
-            memory = in_gb(form.memory.total) if form.memory else ""
+            memory = format_gb(form.memory.total) if form.memory else ""
             table.add_row(form.name, "", "", "", memory, "", "", "", words, style="dim")
     return table
 
@@ -160,9 +158,9 @@ def _cells(plan: Plan, memory: Memory, time: Time) -> list[str]:
         f"{plan.layout}{f' zero{plan.zero}' if plan.zero else ''}{schedule}{' fused' if plan.fused_loss else ''}",
         f"{plan.micro_batch} x {plan.accumulation}",
         plan.recompute,
-        in_gb(memory.total),
-        in_seconds(time.seconds),
-        f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
+        format_gb(memory.total),
+        format_seconds(time.seconds),
+        format_rate(rate),
         f"{time.mfu:.0%}",
     ]
 
@@ -178,11 +176,11 @@ def _show_best(answer: Answer, best: Candidate) -> None:
     say(f"chosen    {best.family}: {best.plan.layout} · {FAMILIES[best.family]}{fused}")
     held = {**memory.at_peak, "allocator and context": memory.total - memory.peak}
     where = f"{memory.phase}, stage {memory.stage}" if best.plan.layout.pp > 1 else memory.phase
-    say(f"memory    {in_gb(memory.total)} in {where}: {_parts(held, in_gb)}")
+    say(f"memory    {format_gb(memory.total)} in {where}: {_parts(held, format_gb)}")
     say(f"          {room_in_words(answer.question)}")
     if memory.host:
-        say(f"host      {in_gb(memory.host)} for each device")
-    say(f"time      {in_seconds(time.seconds)} a step: {_parts(time.parts, in_seconds)}")
+        say(f"host      {format_gb(memory.host)} for each device")
+    say(f"time      {format_seconds(time.seconds)} a step: {_parts(time.parts, format_seconds)}")
     basis = ", ".join(f"{what} {origin}" for what, origin in time.basis.items())
     say(f"          +- {time.uncertainty:.0%} ({basis})")
     _show_gains(answer)

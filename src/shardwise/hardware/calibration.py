@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from shardwise.environment import cache_directory
 from shardwise.errors import HardwareError
 from shardwise.hardware.machine import Device  # noqa: TC001 - read at run time by msgspec
+from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 Origin = Literal["measured", "catalogue"]
 
-BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-"""Per element."""
 _ALIGNED = 16
 """Bytes that a GPU's quick matrix kernels read at once."""
 _NEIGHBOURS = 4
@@ -50,7 +49,7 @@ def listed(value: float, uncertainty: float) -> Figure:
 
 def is_aligned(size: int, dtype: str) -> bool:
     """Whether rows of so many numbers begin on 16 bytes each."""
-    return size * BYTES[dtype] % _ALIGNED == 0
+    return size * ELEMENT_BYTES[dtype] % _ALIGNED == 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +203,7 @@ def _matmul_rate(device: Device, memory_bandwidth: float, shape: tuple[int, int,
     m, n, k = shape
     thin, small = (15, 1000) if device.kind == "cpu" else (180, 250_000)
     flat = device.sustained(dtype) * k / (k + thin) * (m * n) / (m * n + small)
-    intensity = 2 * m * n * k / (BYTES[dtype] * (m * k + k * n + m * n))
+    intensity = 2 * m * n * k / (ELEMENT_BYTES[dtype] * (m * k + k * n + m * n))
     return min(flat, intensity * memory_bandwidth)
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.environment import config_directory
 from shardwise.errors import HardwareError, nearest
-from shardwise.hardware.machine import DTYPES, GIB, Cluster, Device, Link, NodeType
+from shardwise.hardware.machine import DTYPES, Cluster, Device, Link, NodeType
 from shardwise.hardware.probe import available_memory, probe_gpus, usable_cores
+from shardwise.units import GIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

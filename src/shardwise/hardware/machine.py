@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Literal
 
 from shardwise.errors import HardwareError
+from shardwise.units import GIB
 
-GIB = 2**30
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 _FALLBACK = {"fp8": "bf16", "bf16": "fp32", "fp16": "fp32", "tf32": "fp32", "fp64": "fp32"}
 """What a chip computes in when it has no units for a dtype: storage saves memory, arithmetic gains nothing."""

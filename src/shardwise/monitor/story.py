@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from shardwise.monitor.ranks import Entry, time_words
+from shardwise.monitor.ranks import Entry
 from shardwise.runs.console import counted
+from shardwise.units import format_duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -78,7 +79,7 @@ def _note(event: dict[str, Any]) -> Told:
 
 def _save(event: dict[str, Any]) -> Told:
     return (
-        f"checkpoint at step {_whole(event.get('step'))}, training waited {time_words(event.get('stall_s'))}",
+        f"checkpoint at step {_whole(event.get('step'))}, training waited {format_duration(event.get('stall_s'))}",
         "plain",
     )
 

@@ -16,8 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.monitor.ranks import byte_words, count_words, number_words, time_words
 from shardwise.runs.console import counted, rank_spans
+from shardwise.units import format_bytes, format_duration, format_number, format_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,7 +93,7 @@ def _height(part: RenderableType) -> int:
 
 
 def _header(status: RunStatus) -> list[RenderableType]:
-    parameters = f"{count_words(status.parameters)} parameters" if status.parameters else ""
+    parameters = f"{format_whole(status.parameters)} parameters" if status.parameters else ""
     facts = " · ".join(fact for fact in (status.job, status.plan, parameters) if fact)
     state = (f" {status.state} ", _STATES.get(status.state, "bold red"))
     lines: list[RenderableType] = [Text.assemble((status.name, "bold"), " ", state, (facts, "dim"))]
@@ -102,8 +102,8 @@ def _header(status: RunStatus) -> list[RenderableType]:
         line.add_column(no_wrap=True)
         line.add_column(ratio=1)
         line.add_column(no_wrap=True)
-        done = f"step {count_words(status.step)} of {count_words(status.num_steps)}"
-        left = f"{time_words(status.eta_s)} to go" if status.eta_s is not None else ""
+        done = f"step {format_whole(status.step)} of {format_whole(status.num_steps)}"
+        left = f"{format_duration(status.eta_s)} to go" if status.eta_s is not None else ""
         line.add_row(done, ProgressBar(total=status.num_steps, completed=status.step), left)
         lines.append(line)
     figures = [text for text in _figures(status) if text]
@@ -115,22 +115,22 @@ def _header(status: RunStatus) -> list[RenderableType]:
 
 
 def _figures(status: RunStatus) -> list[str]:
-    tested = ", ".join(f"test {name} {number_words(value)}" for name, value in status.evaluation.items())
+    tested = ", ".join(f"test {name} {format_number(value)}" for name, value in status.evaluation.items())
     kind = "resident" if status.is_resident else "memory"
-    memory = f"{kind} {byte_words(status.memory_bytes)} (rank {status.memory_rank})" if status.memory_bytes else ""
-    predicted = f"predicted {byte_words(status.predicted_bytes)} of tensors" if status.predicted_bytes else ""
+    memory = f"{kind} {format_bytes(status.memory_bytes, 3)} (rank {status.memory_rank})" if status.memory_bytes else ""
+    predicted = f"predicted {format_bytes(status.predicted_bytes, 3)} of tensors" if status.predicted_bytes else ""
     ran = "running for" if status.state == "running" else "ran for"
     return [
-        f"loss {number_words(status.loss)}" if status.num_steps else "",
+        f"loss {format_number(status.loss)}" if status.num_steps else "",
         tested,
-        f"{count_words(status.samples_per_s)} samples/s" if status.samples_per_s else "",
+        f"{format_whole(status.samples_per_s)} samples/s" if status.samples_per_s else "",
         memory,
         predicted or (f"nothing predicted: {status.prediction}" if status.prediction else ""),
         counted(status.restarts, "restart") if status.restarts else "",
-        f"{len(status.checkpoints)} saves, last at step {count_words(status.checkpoints[0].step)}"
+        f"{len(status.checkpoints)} saves, last at step {format_whole(status.checkpoints[0].step)}"
         if status.checkpoints
         else "",
-        f"{ran} {time_words(max(0.0, status.now - status.began_at))}" if status.began_at else "",
+        f"{ran} {format_duration(max(0.0, status.now - status.began_at))}" if status.began_at else "",
     ]
 
 
@@ -145,7 +145,7 @@ def _charts(curves: dict[str, Curve], width: int, *, braille: bool) -> list[Rend
         rows = curve.rows()
         low, high = bounds(rows, from_zero=title != "loss")
         lines = draw_curve(rows, each, _CHART_LINES, low, high, braille=braille)
-        gutter = [number_words(high), *[""] * (_CHART_LINES - 2), number_words(low)]
+        gutter = [format_number(high), *[""] * (_CHART_LINES - 2), format_number(low)]
         text = Text(f"{title}\n", "dim")
         for label, line in zip(gutter, lines, strict=True):
             text.append(f"{label:>8} ", "dim").append(f"{line}\n", style)
@@ -187,10 +187,10 @@ def _row(same: Alike, status: RunStatus) -> dict[str, str | Text]:
         "host": same.host,
         "device": same.device or _NOTHING,
         "phase": worst.phase or _NOTHING,
-        "for": time_words(max(0.0, status.now - (worst.since or 0.0))) if since else _NOTHING,
-        "step": count_words(worst.step),
+        "for": format_duration(max(0.0, status.now - (worst.since or 0.0))) if since else _NOTHING,
+        "step": format_whole(worst.step),
         "behind": _lag(worst.lag_s, worst.lag_steps),
-        "memory": byte_words(same.memory_bytes),
+        "memory": format_bytes(same.memory_bytes, 3),
         "state": Text(text, _STATES.get(worst.state, "red"), no_wrap=True, overflow="ellipsis"),
     }
 
@@ -198,7 +198,7 @@ def _row(same: Alike, status: RunStatus) -> dict[str, str | Text]:
 def _lag(seconds: float | None, steps: int | None) -> str:
     if seconds is None:
         return _NOTHING
-    return time_words(seconds) + (f", {counted(steps, 'step')}" if steps else "")
+    return format_duration(seconds) + (f", {counted(steps, 'step')}" if steps else "")
 
 
 def _entry(entry: Entry) -> Text:

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwise.errors import JobError
 from shardwise.parallel.skeleton import accumulation_hooks, has_hooks, second_references
-from shardwise.planner.cost.stages import SPLIT_BACKWARD
+from shardwise.plans.pipeline import SCHEDULES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -35,7 +35,7 @@ def check_parameters(module: nn.Module, plan: Plan, references: Iterable[tuple[s
     """
     is_replaced = plan.zero >= 2 or plan.layout.tp > 1 or plan.engine == "deepspeed"
     # Such schedules compute gradients of weights apart, by torch.autograd.grad, which runs no hook of a parameter.
-    splits_backward = plan.layout.pp > 1 and plan.pipeline.schedule in SPLIT_BACKWARD
+    splits_backward = plan.layout.pp > 1 and SCHEDULES[plan.pipeline.schedule].splits_backward
     is_hidden = is_replaced or plan.zero == 1 or plan.offload.optimizer != "none"
     for name, parameter in module.named_parameters():
         if has_hooks(parameter) and (is_replaced or splits_backward):

@@ -23,8 +23,8 @@ from shardwise.parallel.gradsync import local
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from shardwise.parallel.stage_plan import StageCut
     from shardwise.parallel.stages import Stage
+    from shardwise.plans.pipeline import StageSplit
 
 
 def stand_in(tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -259,7 +259,7 @@ class Ties(NamedTuple):
     """First names of those that the first and the last stage hold a copy of each."""
 
 
-def find_ties(module: nn.Module, owners: Mapping[str, int], cut: StageCut, layers: str) -> Ties:
+def find_ties(module: nn.Module, owners: Mapping[str, int], cut: StageSplit, layers: str) -> Ties:
     """Return the ties of a whole model; those that its stages cannot have are refused by name.
 
     `owners` gives the stage of every name.
@@ -310,7 +310,9 @@ def tied_copies(stages: Sequence[Stage]) -> Iterator[nn.Parameter]:
 class TieSync:
     """Sums the gradients of tied parameters over the ranks of the first and the last stage."""
 
-    def __init__(self, stages: Sequence[Stage], cut: StageCut, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, stages: Sequence[Stage], cut: StageSplit, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
         """`stages` are this rank's; `group` joins the ranks along pp and sends tensors of `device`."""
         self._group = group
         self._device = device

@@ -17,7 +17,7 @@ from shardwise.parallel.stage_values import StageValues
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from shardwise.parallel.stage_plan import StageCut
+    from shardwise.plans.pipeline import StageSplit
 
 _RIVAL = 0.25
 """A second list with this share of the largest one's parameters makes the choice between them the user's."""
@@ -71,7 +71,13 @@ def _repeats(part: nn.Module) -> bool:
 
 
 def split_stages(
-    module: nn.Module, cut: StageCut, rank: int, *, layers: str, device: torch.device, dtype: torch.dtype | None = None
+    module: nn.Module,
+    cut: StageSplit,
+    rank: int,
+    *,
+    layers: str,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
 ) -> list[Stage]:
     """Return the stages that `rank` (along pp) runs, in order; takes `module` apart, which may be on the meta device.
 
@@ -92,12 +98,12 @@ def split_stages(
     ]
 
 
-def check_stages(module: nn.Module, cut: StageCut, layers: str) -> None:
+def check_stages(module: nn.Module, cut: StageSplit, layers: str) -> None:
     """Refuse ties between stages that no pipeline can have; `module` may be on the meta device."""
     find_ties(module, _owners(module, cut, layers), cut, layers)
 
 
-def _owners(module: nn.Module, cut: StageCut, layers: str) -> dict[str, int]:
+def _owners(module: nn.Module, cut: StageSplit, layers: str) -> dict[str, int]:
     """Name the stage of every parameter and buffer, under every name it has."""
     keys = list(module.get_submodule(layers)._modules)  # noqa: SLF001 - a Sequential may have names for keys
     if len(keys) != cut.num_layers:
@@ -127,7 +133,7 @@ def _copy_structure(module: nn.Module) -> nn.Module:
 
 def _make_stage(
     module: nn.Module,
-    cut: StageCut,
+    cut: StageSplit,
     index: int,
     *,
     layers: str,

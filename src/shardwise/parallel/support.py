@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.errors import PlanError
-from shardwise.parallel.stage_plan import check_pipeline
 from shardwise.parallel.support_deepspeed import check_deepspeed
 from shardwise.parallel.support_mlx import check_mlx
 from shardwise.planner.cost.stages import uses_ddp
+from shardwise.plans.pipeline import check_pipeline
 from shardwise.versions import package_version
 
 if TYPE_CHECKING:

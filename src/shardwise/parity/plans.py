@@ -9,6 +9,7 @@ from shardwise.errors import InputError
 from shardwise.job.overrides import parse_overrides
 from shardwise.planner.settle import MLX, LocalDevice, settle, with_engine
 from shardwise.plans import Plan, Precision
+from shardwise.plans.pipeline import SCHEDULES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from shardwise.job.engine import MadeFor
 
 Exact = Literal["fp64", "fp32"]
-
-SCHEDULES = ("gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
 
 BANDS = {"rounds": 0.25, "powersgd": 0.15, "batch_norm": 0.15, "bf16": 0.03, "fp16": 0.03}
 """Largest relative distance of a step's loss, by what changes the arithmetic. A low-rank gradient, the statistics of

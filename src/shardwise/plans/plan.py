@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from shardwise.errors import LayoutError, PlanError, nearest
 from shardwise.layout import AXES, Layout, parse_layout
 from shardwise.plans.batch import fill_pipeline, refit_batch, split_batch
+from shardwise.plans.pipeline import ScheduleName  # noqa: TC001 - read at run time by check_types
 
 # Named plans as pure arithmetic: which degrees, and what the shard axis cuts.
 
@@ -134,9 +135,7 @@ class Communication:
 class Pipeline:
     """How stages of a pipeline take turns; matters when layout.pp > 1."""
 
-    schedule: Literal[
-        "gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"
-    ] = "1f1b"
+    schedule: ScheduleName = "1f1b"
     split: tuple[int, ...] = ()
     """First layer of each stage after the first; empty splits evenly."""
 

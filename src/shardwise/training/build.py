@@ -36,13 +36,13 @@ from shardwise.parallel.peer_inputs import watch_inputs
 from shardwise.parallel.replicated import by_rounds
 from shardwise.parallel.sharded import DTYPES, LOWER, ReducedList
 from shardwise.parallel.stage_gate import share_copies, tied_copies
-from shardwise.parallel.stage_plan import cut_layers
 from shardwise.parallel.stages import count_layers, find_layers, split_stages
 from shardwise.parallel.support import uses_ddp
 from shardwise.parallel.tensor_gradients import refuse_unequal, unequal_gradients
 from shardwise.parallel.tensor_rules import find_rules
 from shardwise.parallel.weights import BuiltWeights, share_values
 from shardwise.planner.settle import with_engine_of
+from shardwise.plans.pipeline import split_layers
 from shardwise.training.preflight import check_fit, check_own_loop
 from shardwise.training.reading import RankLoader, make_loader, token_cut
 from shardwise.training.step.captured import plain_step
@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from shardwise.job import Job
     from shardwise.parallel.blueprint import Blueprint
     from shardwise.parallel.gradsync import GradSync
-    from shardwise.parallel.stage_plan import StageCut
     from shardwise.plans import Plan
+    from shardwise.plans.pipeline import StageSplit
     from shardwise.training.reading import Length
     from shardwise.training.step.step import Mark, Step
     from shardwise.training.step.update import Update
@@ -208,12 +208,12 @@ def draw_up(job: Job, plan: Plan, world: World) -> Blueprint:
     return replace(blueprint, tensor_rules=find_rules(blueprint.module, job.tensor_rules))
 
 
-def _lay_out(job: Job, blueprint: Blueprint, plan: Plan, place: MeshContext) -> tuple[StageCut | None, nn.Module]:
+def _lay_out(job: Job, blueprint: Blueprint, plan: Plan, place: MeshContext) -> tuple[StageSplit | None, nn.Module]:
     """Put the model under the plan: whole, or as the list of this rank's stages."""
     if plan.layout.pp == 1:
         return None, apply_plan(blueprint, plan, place)
     layers = find_layers(blueprint.module, job.layers)
-    cut = cut_layers(plan, count_layers(blueprint.module, layers))
+    cut = split_layers(plan, count_layers(blueprint.module, layers))
     stages = split_stages(
         blueprint.module,
         cut,

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardwise.units import ELEMENT_BYTES
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -154,7 +156,6 @@ def peak_bytes(device: torch.device) -> int:
 # What is said before the first step: who runs where, the batch algebra, dtypes, rates, and each value's source.
 
 
-_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _QUARTERS = (0.0, 0.25, 0.5, 1.0)
 
 
@@ -229,7 +230,7 @@ def _rounds(plan: Plan) -> str:
 
 def sync_trade(plan: Plan, num_trained: int) -> str:
     """Say what `gradient_sync` costs on one rank of a sharded plan: memory held against bytes sent, in GB."""
-    whole = num_trained * _BYTES[plan.precision.reduce] / (plan.layout.pp * plan.layout.tp) / 1e9
+    whole = num_trained * ELEMENT_BYTES[plan.precision.reduce] / (plan.layout.pp * plan.layout.tp) / 1e9
     shards = plan.layout.folded.shard
     cut = whole / shards
     sent = whole * (shards - 1) / shards

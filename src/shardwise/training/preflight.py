@@ -29,10 +29,10 @@ from shardwise.parallel.lora import add_adapters
 from shardwise.parallel.optimizer_rules import check_optimizer, check_sharded_updates, trial_shape
 from shardwise.parallel.parameter_rules import check_parameters, copy_attributes
 from shardwise.parallel.sharded import check_sharded
-from shardwise.parallel.stage_plan import check_pipeline, cut_layers
 from shardwise.parallel.stages import check_stages, count_layers, find_layers
 from shardwise.parallel.support import require_supported, uses_ddp
 from shardwise.parallel.tensor_rules import check_tensor, cut_dimension, find_rules, styles_by_name
+from shardwise.plans.pipeline import check_pipeline, split_layers
 from shardwise.training.step.captured import check_shapes, sampled_forms
 from shardwise.training.step.pipeline import shapes_differ
 
@@ -102,7 +102,7 @@ class ModelRules:
             layers = find_layers(self._module, job.layers)
             num_layers = count_layers(self._module, layers)
             check_pipeline(plan, num_layers)
-            check_stages(self._module, cut_layers(plan, num_layers), layers)
+            check_stages(self._module, split_layers(plan, num_layers), layers)
 
     def _try_optimizer(self, *, by_tensor: bool, trial: Callable[[], None]) -> None:
         """Raise what the trial of the optimizer raises; it is made once for all plans."""

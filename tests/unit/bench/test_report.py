@@ -10,7 +10,7 @@ import torch
 
 from env.chromium import chromium, needs_chromium
 from refusals import refuses
-from shardwise.bench.report.draw import NARROW, WIDE, axis_over, colours_of, draw_bars, draw_plot, in_bytes, in_digits
+from shardwise.bench.report.draw import NARROW, WIDE, axis_over, colours_of, draw_bars, draw_plot
 from shardwise.bench.report.findings import Bars, Findings, Heat, Plot, Section, Series, Table, machine_facts
 from shardwise.bench.report.html import html_of
 from shardwise.bench.report.write import markdown_of, write_report
@@ -216,27 +216,6 @@ def test_columns_of_numbers_stand_to_the_right():
 )
 def test_ticks_are_round_or_where_the_data_are(values, options, words):
     assert [word for _, word in axis_over(values, **options).ticks(5)] == words
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (0, "0"),
-        (1234.5, "1,234"),
-        (0.012346, "0.01235"),
-        (12.5, "12.5"),
-        (1e15, "1e15"),
-        (2.5e-7, "2.5e-7"),
-        (-3.0, "-3"),
-    ],
-)
-def test_numbers_are_written_as_people_do(value, words):
-    assert in_digits(value) == words
-
-
-def test_bytes_are_written_in_powers_of_1024():
-    sizes = (0, 1, 1023, 4096, 3 * 2**19, 2**40)
-    assert [in_bytes(size) for size in sizes] == ["0 B", "1 B", "1,023 B", "4 KiB", "1.5 MiB", "1 TiB"]
 
 
 def test_markdown_tables_have_as_many_cells_in_every_row():

@@ -7,7 +7,8 @@ import pytest
 from refusals import refuses
 from shardwise.hardware import Gpu
 from shardwise.hardware.cluster import read_catalogue
-from shardwise.hardware.machine import GIB, Device, NodeType
+from shardwise.hardware.machine import Device, NodeType
+from shardwise.units import GIB
 
 ABSENT = Path("/nowhere/hardware.toml")
 OURS = read_catalogue(user=ABSENT)

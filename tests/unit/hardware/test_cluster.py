@@ -5,7 +5,7 @@ import pytest
 from refusals import refuses
 from shardwise.hardware import Gpu, cluster
 from shardwise.hardware.cluster import parse_cluster, this_machine
-from shardwise.hardware.machine import GIB
+from shardwise.units import GIB
 
 
 @pytest.fixture(autouse=True)

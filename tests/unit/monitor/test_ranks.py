@@ -3,7 +3,7 @@
 import pytest
 from monitor.synthetic import empty_run, record
 
-from shardwise.monitor.ranks import RankRow, RankTable, byte_words, lag_s, time_words
+from shardwise.monitor.ranks import RankRow, RankTable, lag_s
 from shardwise.monitor.terminal import fold_ranks
 from shardwise.runs.console import rank_spans
 from shardwise.runs.recorder import Mark
@@ -73,8 +73,3 @@ def test_rows_that_still_do_not_fit_are_counted():
     assert len(rows) == 5
     assert [row.ranks for row in rows[:4]] == [(0,), (1,), (2,), (3,)]
     assert rows[4].words == "60 more"
-
-
-def test_values_in_words():
-    assert [byte_words(value) for value in (None, 12, 1500, 3 << 30)] == ["-", "12 B", "1.46 KiB", "3 GiB"]
-    assert [time_words(value) for value in (0.0421, 7.25, 515, 90061)] == ["42 ms", "7.2 s", "8 min 35 s", "1 d 1 h"]

@@ -11,12 +11,12 @@ from torch.utils.checkpoint import checkpoint
 from refusals import refuses
 from shardwise.models import decoder
 from shardwise.parallel.stage_gate import pack
-from shardwise.parallel.stage_plan import StageCut
 from shardwise.parallel.stages import find_layers, split_stages
 from shardwise.plans.catalogue import DecoderConfig
+from shardwise.plans.pipeline import StageSplit
 
 CPU = torch.device("cpu")
-TWO = StageCut(bounds=(0, 2, 4), ranks=(0, 1))
+TWO = StageSplit(bounds=(0, 2, 4), ranks=(0, 1))
 
 
 def small_decoder(**changes):
@@ -79,7 +79,7 @@ def test_stages_own_every_parameter_once_under_its_own_name():
 
 
 def test_several_stages_of_a_rank_share_nothing():
-    cut = StageCut(bounds=(0, 1, 2, 3, 4), ranks=(0, 1, 0, 1))
+    cut = StageSplit(bounds=(0, 1, 2, 3, 4), ranks=(0, 1, 0, 1))
     stages = split_stages(small_decoder(), cut, 1, layers="blocks", device=CPU)
     assert [stage.index for stage in stages] == [1, 3]
     names = [[name for name, _ in stage.named_parameters()] for stage in stages]

@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from refusals import refuses
 from shardwise import models
-from shardwise.parallel.stage_plan import StageCut
 from shardwise.parallel.stages import split_stages
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.parallel.tensor_rules import find_rules
+from shardwise.plans.pipeline import StageSplit
 from shardwise.testing import run_ranks
 
 DECODERS = {
@@ -234,7 +234,7 @@ def test_stages_of_a_pipeline_are_cut_by_the_rules_of_the_whole_model(sequence):
     model = shaken(models.decoder("gpt2-tiny", tie_head=False))
     tokens = torch.randint(256, (2, 17))
     alone = train(copy.deepcopy(model), tokens[:, :-1], next_token(tokens))
-    cut = StageCut(bounds=(0, 1, 2), ranks=(0, 1))
+    cut = StageSplit(bounds=(0, 1, 2), ranks=(0, 1))
 
     def body(world):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

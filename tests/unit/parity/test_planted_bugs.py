@@ -15,12 +15,13 @@ from shardwise.data import cursor as slices
 from shardwise.dist import World
 from shardwise.job import refer
 from shardwise.layout import Layout
-from shardwise.parallel import apply, context, stage_plan, tensor
+from shardwise.parallel import apply, context, tensor
 from shardwise.parallel import gradsync as norm
 from shardwise.parallel.batch_norm import BatchNorm
 from shardwise.parallel.tensor_gradients import CutRandom
 from shardwise.parity import ranks as pulse
 from shardwise.parity import verify
+from shardwise.plans import pipeline
 from shardwise.training.step import plain, update
 
 JOBS = Path(__file__).parent / "jobs.py"
@@ -405,7 +406,9 @@ def test_other_initial_weights(monkeypatch):
 
 
 def test_a_combination_that_trains_wrongly_without_an_error_is_caught(monkeypatch):
-    monkeypatch.setattr(stage_plan, "SPLIT_BACKWARD", ())  # else it is refused before any process starts
+    monkeypatch.setattr(
+        pipeline, "_check_split_backward", lambda plan: None
+    )  # else it is refused before any process starts
     plan = "pp2.shard2+accumulation=4+pipeline.schedule=interleaved_zero_bubble"
     assert verdict_on(plan, job="untied", nproc=4).status == "failed"
 

@@ -14,9 +14,6 @@ from shardwise.planner.search.explain import (
     capture_gain,
     compile_gain,
     decision_path,
-    in_gb,
-    in_numbers,
-    in_seconds,
     over_the_host_limit,
     over_the_limit,
     reason,
@@ -242,9 +239,3 @@ def test_adapters_of_rank_0_are_refused():
 )
 def test_usual_batches_divide_over_the_devices(name, tokens, devices, lora, batch):
     assert usual_batch(name, tokens, devices, lora=lora) == batch
-
-
-def test_quantities_are_said_in_the_unit_that_suits_them():
-    assert (in_numbers(6.74e9), in_numbers(125_000)) == ("6.74 billion", "125 thousand")
-    assert (in_seconds(2.5), in_seconds(0.0193)) == ("2.5 s", "19.3 ms")
-    assert (in_gb(1.5e9), in_gb(1.329e12)) == ("1.5 GB", "1,329 GB")

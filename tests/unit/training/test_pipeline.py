@@ -18,10 +18,10 @@ from shardwise.parallel.apply import MeshContext
 from shardwise.parallel.gradsync import NoSync
 from shardwise.parallel.optimizer import Optimized
 from shardwise.parallel.recompute import find_blocks, recompute_block
-from shardwise.parallel.stage_plan import check_pipeline, cut_layers
 from shardwise.parallel.stages import count_layers, find_layers, split_stages
 from shardwise.plans import Plan
 from shardwise.plans.catalogue import DecoderConfig
+from shardwise.plans.pipeline import SCHEDULES, check_pipeline, split_layers
 from shardwise.plans.plan import Pipeline
 from shardwise.testing import run_ranks
 from shardwise.training.reading import Length
@@ -30,7 +30,6 @@ from shardwise.training.step.step import Autocast, StepParts
 from shardwise.training.step.update import Updated
 
 VOCAB, TOKENS, ROWS = 13, 6, 2
-SCHEDULES = ["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
 
 
 class Moved:
@@ -101,7 +100,7 @@ def on_a_rank(world, *, make, plan, steps, job, prepare, autocast):
     layers = find_layers(model)
     num_layers = count_layers(model, layers)
     check_pipeline(plan, num_layers)
-    cut = cut_layers(plan, num_layers)
+    cut = split_layers(plan, num_layers)
     stages = split_stages(model, cut, world.rank, layers=layers, device=world.device)
     for stage in stages if prepare is not None else ():
         prepare(stage)

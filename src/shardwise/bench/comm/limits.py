@@ -9,11 +9,12 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.bench.comm.spec import buffer_bytes, written_size
+from shardwise.bench.comm.spec import buffer_bytes
 from shardwise.environment import identify
 from shardwise.errors import HardwareError, InputError
 from shardwise.hardware.cluster import this_machine
 from shardwise.hardware.probe import available_memory
+from shardwise.units import write_size
 
 if TYPE_CHECKING:
     from shardwise.bench.comm.spec import CommSpec
@@ -153,10 +154,10 @@ def check_room(spec: CommSpec, *, ranks: int, sharing: int, free: int, where: st
         return
     fits = [size for size in spec.sizes if size * need // spec.sizes[-1] <= free]
     raise InputError(
-        f"size {written_size(spec.sizes[-1])} needs {need / 2**30:.1f} GiB for {sharing} ranks, and {where} has"
+        f"size {write_size(spec.sizes[-1])} needs {need / 2**30:.1f} GiB for {sharing} ranks, and {where} has"
         f" {free / 2**30:.1f} GiB free",
         code="bench.not-enough-memory",
-        fix=f"use --sizes up to {written_size(fits[-1])}" if fits else "use smaller --sizes",
+        fix=f"use --sizes up to {write_size(fits[-1])}" if fits else "use smaller --sizes",
     )
 
 

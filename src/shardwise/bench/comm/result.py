@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shardwise.bench.comm.limits import Ceiling  # noqa: TC001 - read at run time by msgspec
-from shardwise.bench.comm.spec import OPERATIONS, TYPES, bandwidths, written_size
+from shardwise.bench.comm.spec import OPERATIONS, TYPES, bandwidths
 from shardwise.errors import InputError
+from shardwise.units import write_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -260,7 +261,7 @@ class Change:
     def words(self) -> str:
         """Say it in one line."""
         row = self.row
-        what = [row.collective, written_size(row.size), row.type, row.redop, row.mode, f"in {row.group}"]
+        what = [row.collective, write_size(row.size), row.type, row.redop, row.mode, f"in {row.group}"]
         named = " ".join(part for part in what if part != "none")
         return f"{named}: {self.earlier_us:.0f} -> {row.time_us:.0f} us ({self.ratio - 1:+.0%})"
 

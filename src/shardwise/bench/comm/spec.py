@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shardwise.errors import InputError, nearest
 from shardwise.layout import AXES, Layout
+from shardwise.units import read_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -119,12 +120,6 @@ def bandwidths(name: str, size: int, seconds: float, ranks: int) -> tuple[float,
 FACTOR = 4
 """From one size to the next where none is given."""
 PLACES = ("world", "node", "across")
-_UNITS: dict[str, int] = {"": 1, "b": 1} | {
-    f"{letter}{ending}": base**power
-    for power, letter in enumerate("kmgt", start=1)
-    for ending, base in (("", 1024), ("ib", 1024), ("b", 1000))
-}
-"""Lower case; a bare K is 1024, as in nccl-tests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,19 +168,6 @@ def read_aliased(asked: str, table: Mapping[str, str], what: str) -> tuple[str, 
     own = {word.lower(): name for name, word in table.items()} | {name.lower(): name for name in table}
     words = (own.get(word.strip().lower(), word) for word in asked.split(","))
     return read_names(words, tuple(table), what)
-
-
-def read_size(text: str) -> int:
-    """Return the bytes that a text such as 64MiB, 100MB, 32M or 4096 means."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
-    if match is None or match[2].lower() not in _UNITS:
-        raise InputError(
-            f"{text!r} is no size", code="bench.size-syntax", fix="write bytes or a unit, such as 4096, 64KiB, 100MB"
-        )
-    num_bytes = round(float(match[1]) * _UNITS[match[2].lower()])
-    if num_bytes < 1:
-        raise InputError(f"size {text!r} is nothing", code="bench.size-zero", fix="use at least 1 byte")
-    return num_bytes
 
 
 def read_sizes(text: str) -> tuple[int, ...]:
@@ -265,11 +247,3 @@ def group_ranks(group: str, world: tuple[tuple[int, int], ...], layout: Layout |
             fix="start as many ranks on every node",
         )
     return tuple(map(tuple, members.values()))
-
-
-def written_size(num_bytes: int) -> str:
-    """Return a size as `read_size` reads it: 64KiB, or plain bytes where no unit divides it."""
-    for unit, base in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes and num_bytes % base == 0:
-            return f"{num_bytes // base}{unit}"
-    return f"{num_bytes}B"

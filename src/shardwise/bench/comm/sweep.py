@@ -14,13 +14,14 @@ from shardwise.bench.comm.check import check_all, count_wrong, refuse_missing
 from shardwise.bench.comm.collectives import CollectiveSpec, prepare
 from shardwise.bench.comm.limits import find_ceiling, higher, require_room
 from shardwise.bench.comm.result import CommMeasurement, row_of
-from shardwise.bench.comm.spec import KINDS, OPERATIONS, TYPES, group_ranks, written_size
+from shardwise.bench.comm.spec import KINDS, OPERATIONS, TYPES, group_ranks
 from shardwise.bench.report.findings import machine_facts, rank_device
 from shardwise.bench.timing import slowest, time_collective
 from shardwise.dist import world as open_world
 from shardwise.dist.stores import PrefixStore
 from shardwise.dist.world import running_group
 from shardwise.errors import InputError
+from shardwise.units import write_size
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -105,9 +106,7 @@ class _Sweep:
             collective = replace(asked, is_async=mode == "async")
             need_s = self._need_s(collective, group, mode)
             if need_s > _SHORT_S and elapsed + need_s > 2 * self.spec.budget_s:
-                self.left_out.append(
-                    f"{asked.name} of {written_size(asked.num_bytes)} in {group} (about {need_s:.0f} s)"
-                )
+                self.left_out.append(f"{asked.name} of {write_size(asked.num_bytes)} in {group} (about {need_s:.0f} s)")
                 continue
             left = max(0.0, self.spec.budget_s - elapsed) / (len(cells) - index)
             # Half, so that what small sizes do not need is there for large ones.

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardwise.bench.comm.result import COLUMNS, cells, missing_words, shown_columns
-from shardwise.bench.comm.spec import KINDS, written_size
+from shardwise.bench.comm.spec import KINDS
 from shardwise.bench.report.findings import Findings, Plot, Section, Series, Table
 from shardwise.errors import InputError
+from shardwise.units import write_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -108,7 +109,7 @@ def _words(rows: list[SweepRow], best: float, ceiling: Ceiling | None) -> tuple[
     if ceiling is None:
         return None, None, f"{best:.2f} GB/s; nobody knows what the links carry"
     if rows[-1].size < LARGE:
-        return None, None, f"sizes under {written_size(LARGE)} show latency, not bandwidth"
+        return None, None, f"sizes under {write_size(LARGE)} show latency, not bandwidth"
     rate = ceiling.alone if KINDS[rows[0].collective].is_rooted else ceiling.shared
     share = best * 1e9 / rate
     good = share >= (GOOD_OF_MEASURED if ceiling.is_measured else GOOD_OF_LISTED)
@@ -139,7 +140,7 @@ def sentence(found: CommMeasurement, verdicts: Iterable[SeriesVerdict]) -> str:
 def wrong_cases(found: CommMeasurement) -> list[str]:
     """Name what came out wrong, and how many elements."""
     rows = [
-        f"{row.collective} {row.type} {row.redop} {written_size(row.size)} {row.mode} in {row.group} ({row.wrong})"
+        f"{row.collective} {row.type} {row.redop} {write_size(row.size)} {row.mode} in {row.group} ({row.wrong})"
         for row in found.rows
         if row.wrong
     ]

@@ -6,10 +6,10 @@ import statistics
 from typing import TYPE_CHECKING
 
 from shardwise.bench.p2p.pairs import WINDOW
-from shardwise.bench.p2p.verdict import ACROSS_NODES, SAME_NODE, SLOW, find_slow, in_rate, in_time, in_words, kind_of
+from shardwise.bench.p2p.verdict import ACROSS_NODES, SAME_NODE, SLOW, find_slow, in_words, kind_of
 from shardwise.bench.p2p.ways import WAYS
-from shardwise.bench.report.draw import in_bytes
 from shardwise.bench.report.findings import Findings, Heat, Section, Table
+from shardwise.units import format_bandwidth, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -58,9 +58,10 @@ def method(pairs: Pairs) -> tuple[str, ...]:
         if spec.together
         else "One pair was measured at a time, all other ranks waiting."
     )
+    small, large = format_bytes(spec.small_bytes), format_bytes(spec.large_bytes or 0)
     return (
-        f"Latency is half a round trip of {in_bytes(spec.small_bytes)} that the row began.",
-        f"Bandwidth is {WINDOW} messages of {in_bytes(spec.large_bytes or 0)} from row to column, and one byte back.",
+        f"Latency is half a round trip of {small} that the row began.",
+        f"Bandwidth is {WINDOW} messages of {large} from row to column, and one byte back.",
         f"The best of the repeats counts, as disturbance only adds time; GB is 10^9 bytes. {apart}",
         "All bytes of each pair's last repeat were compared with what was sent.",
         f"A link is slow at {SLOW:g} times the median of its kind (in one node, across nodes), if it stays so.",
@@ -142,10 +143,11 @@ def _of_way(pairs: Pairs, way: str) -> Section:
 def _medians(cells: list[PairTiming]) -> tuple[str, ...]:
     latencies = [cell.latency for cell in cells]
     typical = [cell.bytes_per_s * cell.transfer.min_s / cell.transfer.median_s for cell in cells]
+    medians = [statistics.median(getattr(each, part) for each in latencies) for part in ("min_s", "median_s", "p99_s")]
     return (
-        *(in_time(statistics.median(getattr(it, part) for it in latencies)) for part in ("min_s", "median_s", "p99_s")),
-        in_rate(statistics.median(cell.bytes_per_s for cell in cells)),
-        in_rate(statistics.median(typical)),
+        *map(format_seconds, medians),
+        format_bandwidth(statistics.median(cell.bytes_per_s for cell in cells)),
+        format_bandwidth(statistics.median(typical)),
     )
 
 

@@ -6,6 +6,8 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardwise.units import format_bandwidth, format_seconds
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -67,17 +69,6 @@ def in_words(pairs: Pairs) -> list[str]:
         else f"all alike: no pair of {size} ranks is {SLOW:g} times as slow as the others of its kind"
     )
     return [*wrong, *(slow or [alike])]
-
-
-def in_time(seconds: float) -> str:
-    """Return seconds in the unit that suits them, three digits."""
-    unit, size = next(((unit, size) for unit, size in (("s", 1.0), ("ms", 1e-3)) if seconds >= size), ("us", 1e-6))
-    return f"{seconds / size:.3g} {unit}"
-
-
-def in_rate(bytes_per_s: float) -> str:
-    """Return bytes a second in GB/s (10^9), or MB/s below one, three digits."""
-    return f"{bytes_per_s / 1e9:.3g} GB/s" if bytes_per_s >= 0.9995e9 else f"{bytes_per_s / 1e6:.3g} MB/s"
 
 
 def _slow_of_kind(costs: Costs, kind: str, quantity: str, pairs: Pairs) -> list[SlowLink]:
@@ -149,4 +140,4 @@ def _host(pairs: Pairs, rank: int) -> str:
 
 
 def _shown(quantity: str, cost: float) -> str:
-    return in_time(cost) if quantity == "latency" else in_rate(1 / cost)
+    return format_seconds(cost) if quantity == "latency" else format_bandwidth(1 / cost)

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.planner.search.report import COLOURS
+from shardwise.units import format_bytes, format_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -103,7 +104,7 @@ def draw_bars(bars: Bars, width: int) -> str:
     beside = width >= WIDE
     left = min(220.0, 12 + _LETTER * max(len(label) for label, _ in bars.rows)) if beside else 2.0
     row_height = 34 if beside else 48
-    total_width = 8 + _LETTER * max(len(in_digits(sum(parts))) for parts in sizes)
+    total_width = 8 + _LETTER * max(len(format_number(sum(parts))) for parts in sizes)
     scale = (width - left - total_width - 4) / most
     shapes = []
     for row, ((label, _), parts) in enumerate(zip(bars.rows, sizes, strict=True)):
@@ -115,17 +116,17 @@ def draw_bars(bars: Bars, width: int) -> str:
         x = left
         for part, size, colour in zip(bars.parts, parts, _cycle(len(bars.parts)), strict=True):
             shapes += _part(
-                (x, y), size * scale, colour, tip=f"{label}, {part}: {in_digits(size)} {bars.unit}", size=size
+                (x, y), size * scale, colour, tip=f"{label}, {part}: {format_number(size)} {bars.unit}", size=size
             )
             x += size * scale
-        shapes.append(_text((x + 6, y + 16), in_digits(sum(parts)), "total"))
+        shapes.append(_text((x + 6, y + 16), format_number(sum(parts)), "total"))
     return _svg(bars.title, (width, row_height * len(bars.rows) + 4), shapes)
 
 
 def _part(corner: Point, wide: float, colour: str, *, tip: str, size: float) -> list[str]:
     if wide < 0.3:
         return []
-    (x, y), words = corner, in_digits(size)
+    (x, y), words = corner, format_number(size)
     rect = (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="24" fill="{colour}" class="part">'
         f"<title>{escape(tip)}</title></rect>"
@@ -209,8 +210,8 @@ def _line(frame: _Frame, line: _Line, plot: Plot) -> list[str]:
     for run in line.runs:
         for point in run if marked or len(run) == 1 else ():
             x, y = frame.at(point)
-            where = in_bytes(point[0]) if plot.x_is_bytes else in_digits(point[0])
-            tip = f"{line.series.name}: {where}, {in_digits(point[1])} {plot.y_label}"
+            where = format_bytes(point[0]) if plot.x_is_bytes else format_number(point[0])
+            tip = f"{line.series.name}: {where}, {format_number(point[1])} {plot.y_label}"
             shapes.append(
                 f'<circle class="mark" cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{line.colour}">'
                 f"<title>{escape(tip)}</title></circle>"
@@ -274,7 +275,6 @@ def _svg(title: str, size: tuple[int, float], shapes: list[str]) -> str:
 # Axes of a plot: where a value lies between its ends, and which values are written beside it.
 
 
-BYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _CROWD = 12
 """As many distinct places get a tick each, when they lie far enough apart."""
 
@@ -298,7 +298,7 @@ class Axis:
     def ticks(self, most: int) -> list[tuple[float, str]]:
         """Return up to about `most` values to write, with their words."""
         values = self._places(most) or self._round(most)
-        return [(value, in_bytes(value) if self.is_bytes else in_digits(value)) for value in values]
+        return [(value, format_bytes(value) if self.is_bytes else format_number(value)) for value in values]
 
     def _places(self, most: int) -> list[float]:
         places = [self.place(value) for value in self.at]
@@ -333,27 +333,6 @@ def axis_over(values: Iterable[float], *, log: bool, is_bytes: bool = False, fro
 def has_place(value: float, *, log: bool) -> bool:
     """Whether an axis can show this value."""
     return math.isfinite(value) and (value > 0 or not log)
-
-
-def in_digits(value: float, digits: int = 4) -> str:
-    """Return a number with at most so many digits that matter, as people write it; words where it is none."""
-    if math.isnan(value):
-        return "no number"
-    if math.isinf(value):
-        return "infinite" if value > 0 else "minus infinite"
-    size = abs(value)
-    if size != 0 and (size < 1e-4 or size >= 1e12):
-        mantissa, _, exponent = f"{value:.2e}".partition("e")
-        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
-    places = max(0, digits - 1 - (math.floor(math.log10(size)) if size else 0))
-    words = f"{value:,.{places}f}"
-    return words.rstrip("0").rstrip(".") if "." in words else words
-
-
-def in_bytes(value: float) -> str:
-    """Return a number of bytes as 4 KiB or 1.5 MiB."""
-    unit = min(len(BYTES) - 1, max(0, int(math.log2(abs(value)) // 10))) if value and math.isfinite(value) else 0
-    return f"{in_digits(value / 1024**unit)} {BYTES[unit]}"
 
 
 def _linear_ticks(low: float, high: float, most: int) -> list[float]:

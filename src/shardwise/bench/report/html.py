@@ -8,9 +8,10 @@ from html import escape
 from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
-from shardwise.bench.report.draw import NARROW, WIDE, colours_of, draw_bars, draw_plot, in_digits
+from shardwise.bench.report.draw import NARROW, WIDE, colours_of, draw_bars, draw_plot
 from shardwise.bench.report.findings import Bars, Heat, Plot, Table
 from shardwise.planner.search.report import COLOURS
+from shardwise.units import format_number
 
 if TYPE_CHECKING:
     from shardwise.bench.report.findings import Findings, Section
@@ -121,7 +122,7 @@ def _cell(value: float | None, low: float, high: float, marked: bool) -> str:  #
         return '<td class="none"></td>'
     share = (value - low) / (high - low) if math.isfinite(value) and high > low else 0.0
     kinds = " ".join(["deep"] * (share > 0.55) + ["marked"] * marked)
-    return f'<td class="{kinds}" style="--share:{100 * share:.0f}%">{in_digits(value, 3)}</td>'
+    return f'<td class="{kinds}" style="--share:{100 * share:.0f}%">{format_number(value, 3)}</td>'
 
 
 def _facts(facts: tuple[tuple[str, str], ...]) -> str:

@@ -6,10 +6,10 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from shardwise.bench.report.draw import in_bytes, in_digits
 from shardwise.bench.report.findings import Bars, Heat, Plot, Table
 from shardwise.bench.report.html import html_of
 from shardwise.errors import InputError
+from shardwise.units import format_bytes, format_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -50,7 +50,7 @@ def _part(part: Plot | Bars | Heat | Table) -> list[str]:
     if isinstance(part, Plot):
         return [_caption(part.title, part.y_label), _plot(part)]
     if isinstance(part, Bars):
-        rows = [(label, *(in_digits(value) for value in values), in_digits(sum(values))) for label, values in part.rows]
+        rows = [(label, *map(format_number, (*values, sum(values)))) for label, values in part.rows]
         return [_caption(part.title, part.unit), _table(("", *part.parts, "together"), rows)]
     return [_caption(part.title, part.unit), _table(("", *part.column_labels), _heat_rows(part))]
 
@@ -67,8 +67,8 @@ def _plot(plot: Plot) -> str:
     places = _spread(sorted(x for x, count in seen.items() if count == most))
     rows = [
         (
-            in_bytes(x) if plot.x_is_bytes else in_digits(x),
-            *(in_digits(line[x]) if x in line else "" for line in values),
+            format_bytes(x) if plot.x_is_bytes else format_number(x),
+            *(format_number(line[x]) if x in line else "" for line in values),
         )
         for x in places
     ]
@@ -85,7 +85,7 @@ def _spread(places: Sequence[float]) -> list[float]:
 def _heat_rows(heat: Heat) -> list[tuple[str, ...]]:
     rows = []
     for number, (label, row) in enumerate(zip(heat.row_labels, heat.values, strict=True)):
-        cells = ["" if value is None else in_digits(value) for value in row]
+        cells = ["" if value is None else format_number(value) for value in row]
         for place, value in enumerate(row):
             if value is not None and (number, place) in heat.marked:
                 cells[place] += " (!)"

@@ -8,6 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 from shardwise.doctor.catalogue import Verdict, fail, ok, warn
+from shardwise.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -106,19 +107,18 @@ def check_rdma(machine: Machine) -> Verdict:
     return ok("rdma", told)
 
 
-_MIB, _GIB = 1 << 20, 1 << 30
 _OLDEST_TORCH = (2, 11)
-_IDLE_GPU_BYTES = _GIB
+_IDLE_GPU_BYTES = GIB
 """What a driver and a desktop may hold of a GPU before it counts as in use."""
-_CONTAINER_SHM = 64 * _MIB
+_CONTAINER_SHM = 64 * MIB
 """What Docker and Kubernetes give a container that does not ask."""
-_SMALL_SHM = _GIB
-_SMALL_MEMORY, _LITTLE_MEMORY = _GIB, 4 * _GIB
+_SMALL_SHM = GIB
+_SMALL_MEMORY, _LITTLE_MEMORY = GIB, 4 * GIB
 """A rank needs about half a GiB before its first tensor."""
 _FEW_FILES, _SOME_FILES = 512, 4096
 """Ranks, data loaders and sockets of one launch together."""
 _FEW_PROCESSES = 1024
-_SMALL_DISK, _LITTLE_DISK = _GIB, 20 * _GIB
+_SMALL_DISK, _LITTLE_DISK = GIB, 20 * GIB
 _SLOW_DISK = 20e6
 _FAR_CLOCK_S = 2.0
 
@@ -145,7 +145,7 @@ def check_gpu_memory(machine: Machine) -> Verdict:
     """GPUs that somebody else fills."""
     used = [index for index, gpu in enumerate(machine.gpus) if gpu.used_bytes > _IDLE_GPU_BYTES]
     if used:
-        most = max(machine.gpus[index].used_bytes for index in used) / _GIB
+        most = max(machine.gpus[index].used_bytes for index in used) / GIB
         fact = f"GPU {', '.join(map(str, used))} in use already, up to {most:.1f} GiB"
         return warn("gpu memory", fact, "see who with nvidia-smi; processes left by a crash can be ended")
     return ok("gpu memory", "free" if machine.gpus else "no GPU")
@@ -208,7 +208,7 @@ def check_nccl(machine: Machine) -> Verdict:
 def check_shared_memory(machine: Machine) -> Verdict:
     """Room in /dev/shm for data loaders and NCCL."""
     total, free = machine.memory.shm_total_bytes, machine.memory.shm_free_bytes
-    told = f"{_size(free)} of {_size(total)} free in /dev/shm"
+    told = f"{format_bytes(free, 3)} of {format_bytes(total, 3)} free in /dev/shm"
     fix = "docker run --shm-size=16g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory at /dev/shm"
     if total <= _CONTAINER_SHM:
         return fail("shared memory", told, fix)
@@ -220,7 +220,7 @@ def check_shared_memory(machine: Machine) -> Verdict:
 def check_memory(machine: Machine) -> Verdict:
     """Host memory that is still there."""
     memory = machine.memory
-    told = f"{_size(memory.available_bytes)} of {_size(memory.total_bytes)} available"
+    told = f"{format_bytes(memory.available_bytes, 3)} of {format_bytes(memory.total_bytes, 3)} available"
     if memory.available_bytes < _LITTLE_MEMORY:
         say = fail if memory.available_bytes < _SMALL_MEMORY else warn
         return say("memory", told, "end other processes, or raise the memory limit of the container or job")
@@ -232,7 +232,7 @@ def check_limits(machine: Machine) -> Verdict:
     limits = machine.limits
     told = (
         f"open files {_count(limits.nofile)}, processes {_count(limits.nproc)},"
-        f" locked memory {'unlimited' if limits.memlock_bytes is None else _size(limits.memlock_bytes)}"
+        f" locked memory {'unlimited' if limits.memlock_bytes is None else format_bytes(limits.memlock_bytes, 3)}"
     )
     if machine.network.rdma and limits.memlock_bytes is not None:
         fix = "ulimit -l unlimited (docker run --ulimit memlock=-1): RDMA cannot register memory otherwise"
@@ -274,7 +274,7 @@ def check_numa(machine: Machine) -> Verdict:
 def check_disk(machine: Machine) -> Verdict:
     """Room and speed of the disk under the current folder, where run directories go."""
     disk = machine.disk
-    told = f"{_size(disk.free_bytes)} of {_size(disk.total_bytes)} free in {disk.path}"
+    told = f"{format_bytes(disk.free_bytes, 3)} of {format_bytes(disk.total_bytes, 3)} free in {disk.path}"
     if disk.error:
         return fail("disk", f"{disk.path} cannot be written ({disk.error})", "go to another folder, or use --run-dir")
     if disk.free_bytes < _LITTLE_DISK:
@@ -324,10 +324,6 @@ CHECKS: tuple[Callable[[Machine], Verdict], ...] = (
 def check_machine(machine: Machine) -> list[Verdict]:
     """Return what every check says of `machine`."""
     return [check(machine) for check in CHECKS]
-
-
-def _size(count: int) -> str:
-    return f"{count / _GIB:.1f} GiB" if count >= _GIB else f"{count / _MIB:.0f} MiB"
 
 
 def _count(limit: int | None) -> str:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, cast
 
-from shardwise.bench.p2p.verdict import find_slow, in_rate, in_time
+from shardwise.bench.p2p.verdict import find_slow
 from shardwise.doctor.catalogue import Verdict, fail, ok, warn
 from shardwise.doctor.network.facts import culprits, cut_pairs, lost_pairs, name_hosts, open_pairs, roads
+from shardwise.units import format_bandwidth, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -198,8 +199,8 @@ def poor_links(hosts: Sequence[str], links: Sequence[LinkFacts]) -> list[Slow]:
     thin = {(link.source, link.target): link.bytes_per_s for link in links if link.bytes_per_s < THIN}
     found = []
     for pairs, quantity, shown, limit in (
-        (far, "latency", in_time, f"over {in_time(FAR_S)}"),
-        (thin, "bandwidth", in_rate, f"under {in_rate(THIN)}"),
+        (far, "latency", format_seconds, f"over {format_seconds(FAR_S)}"),
+        (thin, "bandwidth", format_bandwidth, f"under {format_bandwidth(THIN)}"),
     ):
         everywhere = len(pairs) == len(links) and len(hosts) > 2
         for who in [tuple(hosts)] if everywhere else culprits(hosts, pairs):
@@ -218,7 +219,7 @@ def matrix(hosts: Sequence[str], links: Sequence[LinkFacts]) -> list[list[str]]:
     """Return rows of latency / bandwidth from row to column, under a header; "*" marks what is slow, "-" is cut."""
     slow = {pair for one in [*slow_links(hosts, links), *poor_links(hosts, links)] for pair in one.pairs}
     cells = {
-        (link.source, link.target): f"{in_time(link.latency_s)} / {in_rate(link.bytes_per_s)}"
+        (link.source, link.target): f"{format_seconds(link.latency_s)} / {format_bandwidth(link.bytes_per_s)}"
         + ("*" if (link.source, link.target) in slow else "")
         for link in links
     }

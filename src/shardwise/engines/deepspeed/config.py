@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import PlanError
 from shardwise.planner.cost.deepspeed import deepspeed_stage
+from shardwise.units import ELEMENT_BYTES, MIB
 
 if TYPE_CHECKING:
     from shardwise.plans.plan import DType, Plan
 
-MEGABYTE = 1 << 20
-"""The plan's unit of bucket sizes, as DDP has it."""
 
-ELEMENT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+DTYPES = ("fp32", "bf16", "fp16")
 """The dtypes that DeepSpeed knows for compute and for summing gradients."""
 
 _SILENT = ("gradient_sync", "compile", "capture", "sequence_parallel", "batch_norm")
@@ -77,7 +76,7 @@ def require_expressible(plan: Plan) -> None:
     if (precision.parameter, precision.optimizer) != ("fp32", "fp32") or not {
         precision.compute,
         precision.reduce,
-    } <= set(ELEMENT_BYTES):
+    } <= set(DTYPES):
         raise PlanError(
             f"plan holds {precision}",
             code="support.deepspeed-precision",
@@ -122,12 +121,12 @@ def left_out(plan: Plan) -> tuple[str, ...]:
 
 def bucket_elements(bucket_mb: float, dtype: DType) -> int:
     """Return how many gradients of `dtype` a bucket holds, at least one: DeepSpeed counts elements."""
-    return max(1, round(bucket_mb * MEGABYTE / ELEMENT_BYTES[dtype]))
+    return max(1, round(bucket_mb * MIB / ELEMENT_BYTES[dtype]))
 
 
 def bucket_megabytes(elements: int, dtype: DType) -> float:
     """Return the size of a bucket of so many gradients of `dtype`, in the plan's unit."""
-    return elements * ELEMENT_BYTES[dtype] / MEGABYTE
+    return elements * ELEMENT_BYTES[dtype] / MIB
 
 
 def _zero(plan: Plan, nvme_path: str | None) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from shardwise.engines.deepspeed.config import ELEMENT_BYTES, bucket_elements, bucket_megabytes
+from shardwise.engines.deepspeed.config import DTYPES, bucket_elements, bucket_megabytes
 from shardwise.engines.deepspeed.json_keys import (
     ACCUMULATION,
     ASIDE,
@@ -236,11 +236,11 @@ def _precision(file: _File, asked: DType | None) -> Precision:
     if compute == "fp16" and file.data["fp16"].get("loss_scale", 0) not in (0, AUTO):
         file.notes.append("fp16.loss_scale: the loss is scaled dynamically")
     reduce = file.value(file.data, "communication_data_type", None) or compute
-    if reduce not in ELEMENT_BYTES:
+    if reduce not in DTYPES:
         raise PlanError(
             f"{file.origin} has communication_data_type {reduce!r}",
             code="plan.deepspeed-unknown-dtype",
-            fix=nearest(reduce, ELEMENT_BYTES),
+            fix=nearest(reduce, DTYPES),
         )
     return Precision(compute=compute, reduce=reduce)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shardwise.planner.cost.memory import ADAMW, CONTEXT, FRAGMENTED, PER_GROUP, WORKSPACE, Memory
 from shardwise.planner.cost.stage_costs import numel_of
 from shardwise.planner.cost.stages import Holdings, cut_stages
-from shardwise.planner.model.shape import ELEMENT_BYTES
+from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
     from shardwise.planner.cost.memory import OptimizerShape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardwise.planner.cost.stages import SPLIT_BACKWARD
+from shardwise.plans.pipeline import SCHEDULES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,13 +59,12 @@ def pipeline_turns(schedule: str, rank: int, *, pp: int, chunks: int, micro_batc
 
     Schedules that split backward are given the order of interleaved_1f1b: what they gain is counted elsewhere.
     """
-    if schedule == "gpipe" or (schedule == "1f1b" and pp == 1):
-        return _all_then_all([rank], micro_batches)
-    if schedule == "1f1b":
-        return _one_by_one(rank, min(micro_batches, pp - rank), micro_batches)
     stages = [rank + chunk * pp for chunk in range(chunks)]
-    if schedule == "looped_bfs":
+    rules = SCHEDULES[schedule]
+    if rules.all_forward_first or (rules.placement == "one" and pp == 1):
         return _all_then_all(stages, micro_batches)
+    if rules.placement == "one":
+        return _one_by_one(rank, min(micro_batches, pp - rank), micro_batches)
     return _interleaved(stages, rank, pp, micro_batches)
 
 
@@ -170,7 +169,7 @@ def pipeline_span(
         of_rank[rank].append(forward[stage] + backward[stage])
     busy = [sum(times) for times in of_rank]
     span += (number - simulated) * max(busy)  # or less, where more were needed for a round
-    if schedule in SPLIT_BACKWARD:
+    if SCHEDULES[schedule].splits_backward:
         # Gradients of weights wait for nobody: they fill the time in which 1F1B idles at the start and at the end
         # (Qi et al. 2023, zero-bubble schedules: (pp - 1)(forward + input - weight) is left of it).
         filled = 2 * (pp - 1) * WEIGHT_SHARE * max(backward)

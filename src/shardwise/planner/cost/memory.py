@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwise.planner.cost.stages import Holdings, add_up, cut_stages
+from shardwise.units import GIB
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from shardwise.planner.model.shape import ModelShape, Moment, Part
     from shardwise.plans.plan import Plan
 
-GIB = 1 << 30
 WORKSPACE = 2 * (32 << 20)
 """What cuBLAS takes through torch's allocator on Hopper, once for the thread of forward and once for that of backward;
 measured with torch 2.11 on an H200, less on older chips."""

@@ -11,7 +11,7 @@ from shardwise.planner.cost.compute import PartCost, Seconds
 from shardwise.planner.cost.events import WorkUnit, bucket_reduces
 from shardwise.planner.cost.stages import uses_ddp
 from shardwise.planner.cost.traffic import collective, place
-from shardwise.planner.model.shape import ELEMENT_BYTES
+from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -210,8 +210,7 @@ def numel_of(part: Part, layout: Layout, *, trained: bool = False) -> float:
 
 def _replicated(units: list[WorkUnit], gradients: list[float], plan: Plan, wires: Wires) -> list[WorkUnit]:
     """Give units the sums of DDP's buckets; ZeRO-1 sums the same way."""
-    compressed = {"bf16": 2, "fp16": 2}.get(plan.communication.compression)
-    width = compressed or ELEMENT_BYTES[plan.precision.reduce]
+    width = ELEMENT_BYTES.get(plan.communication.compression) or ELEMENT_BYTES[plan.precision.reduce]
 
     def seconds_of(num_bytes: float) -> float:
         return wires.seconds("all_reduce", num_bytes, plan.layout.folded, "replicate", "shard")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardwise.planner.model.shape import ELEMENT_BYTES
+from shardwise.plans.pipeline import SCHEDULES, even_bounds, rank_of_stage, stages_per_rank
+from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,14 +14,6 @@ if TYPE_CHECKING:
     from shardwise.planner.cost.memory import OptimizerShape
     from shardwise.planner.model.shape import Amount, ModelShape, Part, Weight
     from shardwise.plans.plan import Plan
-
-
-LOOPED = ("looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble")
-VEE = ("zbv", "dualpipev")
-SPLIT_BACKWARD = ("interleaved_zero_bubble", *VEE)
-"""Schedules that compute the gradients of inputs and of weights apart."""
-CHUNKS = 2
-"""Stages per rank under looped and V-shaped schedules when a plan gives no split."""
 
 
 class StageParts(NamedTuple):
@@ -59,28 +52,8 @@ def _stages(shape: ModelShape, bounds: tuple[int, ...], pp: int, schedule: str) 
             parts = [(part, part.count) for part in shape.parts if part.kind == "first"] + parts
         if stage == last:
             parts += [(part, part.count) for part in shape.parts if part.kind == "last"]
-        rank = 2 * pp - 1 - stage if schedule in VEE and stage >= pp else stage % pp
-        stages.append(StageParts(tuple(parts), rank))
+        stages.append(StageParts(tuple(parts), rank_of_stage(schedule, stage, pp)))
     return tuple(stages)
-
-
-def stages_per_rank(schedule: str, pp: int) -> int:
-    """Return how many stages each rank holds when the plan gives no split."""
-    return CHUNKS if pp > 1 and schedule in LOOPED + VEE else 1
-
-
-def even_bounds(num_blocks: int, num_stages: int) -> tuple[int, ...]:
-    """Return the first block of each stage of an even split, then the number of blocks.
-
-    What is left over goes one each to the second stage and those after it, then to the first (it has the embedding as
-    well), and to the last (it has the head and the loss) never.
-    """
-    size, left_over = divmod(num_blocks, num_stages)
-    served = [*range(1, num_stages - 1), 0][:left_over]
-    bounds = [0]
-    for stage in range(num_stages):
-        bounds.append(bounds[-1] + size + (stage in served))
-    return tuple(bounds)
 
 
 def _blocks(shape: ModelShape, first: int, end: int) -> list[tuple[Part, int]]:
@@ -108,11 +81,12 @@ class Turns(NamedTuple):
         """Return how many micro-batches have gone forward through a stage of a rank and not yet come back, at most."""
         if self.pp == 1:
             return 1
-        if self.schedule in {"gpipe", "looped_bfs"}:
+        schedule = SCHEDULES[self.schedule]
+        if schedule.all_forward_first:
             return self.micro_batches
-        if self.schedule == "1f1b":
+        if schedule.placement == "one":
             return min(self.micro_batches, self.pp - rank)
-        if self.schedule in VEE:  # down and up again: together two for each rank
+        if schedule.placement == "v":  # down and up again: together two for each rank
             return min(self.micro_batches, rank + 1 if chunk else 2 * self.pp - rank - 1)
         # Interleaved: so often a rank goes forward before its first backward pass, a round through each stage in turn.
         size = self.micro_batches // max(1, self.micro_batches // self.pp)

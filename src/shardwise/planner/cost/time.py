@@ -21,7 +21,7 @@ from shardwise.planner.cost.events import (
 from shardwise.planner.cost.memory import ADAMW
 from shardwise.planner.cost.stage_costs import Wires, stage_cost
 from shardwise.planner.cost.stages import cut_stages
-from shardwise.planner.model.shape import ELEMENT_BYTES
+from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

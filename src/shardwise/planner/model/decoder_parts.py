@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import PlanError, nearest
 from shardwise.planner.model import operators as op
 from shardwise.planner.model.resnet_parts import resnet_shape
-from shardwise.planner.model.shape import ELEMENT_BYTES, Amount, AttentionWork, Head, Matmul, ModelShape, Weight
+from shardwise.planner.model.shape import Amount, AttentionWork, Head, Matmul, ModelShape, Weight
 from shardwise.planner.model.t5_parts import t5_shape
 from shardwise.planner.model.tape import WIDE, Describer, Tape
 from shardwise.plans.catalogue import BYT5_COMMON, BYT5_SIZES, RESNETS, SIZES, T5_COMMON, T5_SIZES
+from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
     from shardwise.planner.model.shape import Part

@@ -7,13 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from shardwise.planner.model.shape import (
-    ELEMENT_BYTES,
-    Amount,
-    Footprint,
-    ModelShape,
-    Moment,
-)
+from shardwise.planner.model.shape import Amount, Footprint, ModelShape, Moment
+from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
     from shardwise.planner.model.shape import AttentionWork, Head, Part, Recompute, Work

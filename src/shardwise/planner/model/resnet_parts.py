@@ -6,8 +6,9 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.planner.model import operators as op
-from shardwise.planner.model.shape import ELEMENT_BYTES, Amount, Matmul, ModelShape, Weight
+from shardwise.planner.model.shape import Amount, Matmul, ModelShape, Weight
 from shardwise.planner.model.tape import WIDE, Describer, Tape
+from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

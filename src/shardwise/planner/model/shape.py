@@ -12,8 +12,6 @@ from shardwise.plans.plan import DType  # noqa: TC001 - read at run time, too
 
 Recompute = Literal["none", "selective", "full"]
 
-ELEMENT_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Amount:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from shardwise.planner.model.shape import ELEMENT_BYTES, Amount, AttentionWork, Footprint, Matmul, Moment, Part, Work
+from shardwise.planner.model.shape import Amount, AttentionWork, Footprint, Matmul, Moment, Part, Work
+from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

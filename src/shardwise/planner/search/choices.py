@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardwise.layout import Layout
 from shardwise.planner.cost.events import pipeline_floor
 from shardwise.planner.cost.stage_costs import context_exchange, numel_of, tensor_exchange
-from shardwise.planner.cost.stages import SPLIT_BACKWARD, VEE, Turns, even_stages, stages_per_rank
-from shardwise.planner.model.shape import ELEMENT_BYTES
+from shardwise.planner.cost.stages import Turns, even_stages
+from shardwise.plans.pipeline import SCHEDULES, stages_per_rank
 from shardwise.plans.plan import Offload, Pipeline, Plan
+from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
-SCHEDULES = ("1f1b", "interleaved_1f1b", "zbv")
-"""The leanest in memory, the one with half its bubbles, the one with hardly any; the others are like one of these."""
 OFFLOADS = (("none", "none"), ("none", "cpu"), ("cpu", "cpu"))
 """(parameters, optimizer)."""
 LEAST_TOKENS = 4096
@@ -99,14 +98,12 @@ def _schedules(shape: ModelShape, pp: int, number: int, recompute: Recompute) ->
     """Return the schedules that can run so many micro-batches."""
     if pp == 1:
         return ("1f1b",)
-    return [
-        schedule
-        for schedule in SCHEDULES
-        if number >= pp
-        and pp * stages_per_rank(schedule, pp) <= shape.num_blocks
-        and (schedule != "interleaved_1f1b" or number % (number // pp) == 0)
-        and (schedule not in SPLIT_BACKWARD or recompute == "none")
-    ]
+    found = []
+    for name, schedule in SCHEDULES.items():
+        fits = pp * schedule.stages_per_rank <= shape.num_blocks and number >= pp and schedule.accepts(pp, number)
+        if schedule.is_searched and fits and (recompute == "none" or not schedule.splits_backward):
+            found.append(name)
+    return found
 
 
 def variants(group: ChoiceGroup) -> Iterator[PlanVariant]:
@@ -117,7 +114,7 @@ def variants(group: ChoiceGroup) -> Iterator[PlanVariant]:
             continue
         if shard == group.dp and group.tp == 1:
             yield PlanVariant(shard, 1)
-        if group.schedule not in SPLIT_BACKWARD:
+        if not SCHEDULES[group.schedule].splits_backward:
             yield PlanVariant(shard, 2)
             yield PlanVariant(shard, 3)
 
@@ -175,7 +172,7 @@ FAMILIES: dict[str, str] = {
 
 _ORDER = {family: place for place, family in enumerate(FAMILIES)}
 _RECOMPUTE = ("none", "selective", "full")
-_SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
+_SCHEDULE_ORDER = tuple(SCHEDULES)
 
 
 def family_of(plan: Plan) -> str:
@@ -211,7 +208,7 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
         plan.offload.parameters != "none",
         _RECOMPUTE.index(plan.recompute),
         plan.gradient_sync != "last",
-        _SCHEDULES.index(plan.pipeline.schedule) if layout.pp > 1 else 0,
+        _SCHEDULE_ORDER.index(plan.pipeline.schedule) if layout.pp > 1 else 0,
         plan.zero,
         plan.accumulation,
         layout.replicate,
@@ -252,12 +249,12 @@ class Floors:
         busy = [0.0] * group.pp
         for stage, seconds in zip(stages, by_stage, strict=True):
             busy[stage.rank] += seconds
-        if group.schedule in SPLIT_BACKWARD:
+        if SCHEDULES[group.schedule].splits_backward:
             return group.accumulation * max(busy)
         return pipeline_floor(busy, by_stage, group.accumulation)
 
     def _stages(self, shape: ModelShape, group: ChoiceGroup) -> tuple[StageParts, ...]:
-        key = (id(shape), group.pp, stages_per_rank(group.schedule, group.pp), group.schedule in VEE)
+        key = (id(shape), group.pp, SCHEDULES[group.schedule].placement)
         if key not in self._cuts:
             self._cuts[key] = even_stages(shape, group.pp, group.schedule)
         return self._cuts[key]

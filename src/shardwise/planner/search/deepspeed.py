@@ -10,9 +10,10 @@ from shardwise.layout import Layout
 from shardwise.planner.cost.deepspeed import deepspeed_memory, deepspeed_time
 from shardwise.planner.cost.time import TimeModel
 from shardwise.planner.search.choices import divisors
-from shardwise.planner.search.explain import in_gb, in_seconds, over_the_host_limit, over_the_limit
+from shardwise.planner.search.explain import over_the_host_limit, over_the_limit
 from shardwise.planner.search.search import FAMILY_TIE, TIE, Candidate, refused_by_rule
 from shardwise.plans.plan import Offload, Plan
+from shardwise.units import format_gb, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -84,7 +85,8 @@ def form_reason(form: ZeroForm, chosen: ZeroForm | None) -> str:
     if chosen is None or form is chosen:
         return "chosen"
     if form.offloads and not chosen.offloads:
-        return f"not needed: {chosen.name} fits without it; {in_gb(form.best.memory.host)} on the host for each device"
+        host = format_gb(form.best.memory.host)
+        return f"not needed: {chosen.name} fits without it; {host} on the host for each device"
     change = _seconds(form) / _seconds(chosen) - 1
     if change < 0.005:
         return f"{max(0.0, -change):.0%} quicker, less than the model can tell, and more involved"
@@ -101,8 +103,8 @@ def beside_native(form: ZeroForm, answer: Answer) -> str:
     if abs(change) >= TIE:
         words = f"{abs(change):.0%} {'slower' if change > 0 else 'quicker'} than"
     return (
-        f"{in_seconds(mine.time.seconds)} a step in {in_gb(mine.memory.total)}, {words} native {native.family}"
-        f" ({in_seconds(native.time.seconds)}, {in_gb(native.memory.total)})"
+        f"{format_seconds(mine.time.seconds)} a step in {format_gb(mine.memory.total)}, {words} native {native.family}"
+        f" ({format_seconds(native.time.seconds)}, {format_gb(native.memory.total)})"
     )
 
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.hardware.machine import Cluster
 from shardwise.planner.cost.memory import predict_memory
-from shardwise.planner.cost.stages import SPLIT_BACKWARD
 from shardwise.planner.cost.time import TimeModel
 from shardwise.planner.search.choices import LEAST_TOKENS, divisors, slices
 from shardwise.planner.search.search import FILL, HOST_FILL, Candidate, Rejected, anything_fits, refused_by_rule
+from shardwise.plans.pipeline import SCHEDULES
+from shardwise.units import format_gb, format_seconds
 
 if TYPE_CHECKING:
     from shardwise.planner.cost.memory import Memory
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from shardwise.plans.plan import Plan
 
 
-GB = 1e9
 LONG = ("activations", "logits and loss")
 """What grows with the length of samples."""
 LARGEST = 65_536
@@ -36,37 +36,18 @@ class Fork:
     because: str
 
 
-def in_gb(num_bytes: float) -> str:
-    """Return bytes as GB (10^9), three digits or more."""
-    size = num_bytes / GB
-    return f"{size:,.0f} GB" if size >= 1000 else f"{size:.3g} GB"
-
-
-def in_numbers(number: float) -> str:
-    """Return a large number in words, three digits."""
-    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
-        if number >= size:
-            return f"{number / size:.3g} {word}"
-    return f"{number:.3g}"
-
-
-def in_seconds(seconds: float) -> str:
-    """Return seconds, or milliseconds below one, in three digits."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
 def room_in_words(question: Question) -> str:
     """Return what a device has, and what of it may be used."""
     device = question.cluster.device
-    return f"{device.name} has {in_gb(device.memory_bytes)}, of which {FILL:.0%} may be used"
+    return f"{device.name} has {format_gb(device.memory_bytes)}, of which {FILL:.0%} may be used"
 
 
 def over_the_limit(memory: Memory, question: Question) -> str:
     """Return what a plan needs beside what it may use of a device, and how that limit comes to be."""
     device = question.cluster.device
     return (
-        f"needs {in_gb(memory.total)}, a plan may use {in_gb(question.room)}"
-        f" ({FILL:.0%} of the device's {in_gb(device.memory_bytes)})"
+        f"needs {format_gb(memory.total)}, a plan may use {format_gb(question.room)}"
+        f" ({FILL:.0%} of the device's {format_gb(device.memory_bytes)})"
     )
 
 
@@ -74,8 +55,8 @@ def over_the_host_limit(memory: Memory, question: Question) -> str:
     """Return the same of a device's share of its node's host memory."""
     node = question.cluster.node
     return (
-        f"needs {in_gb(memory.host)} of host memory for each device, a plan may use {in_gb(question.host_room)}"
-        f" ({HOST_FILL:.0%} of a device's share of the node's {in_gb(node.host_memory_bytes)})"
+        f"needs {format_gb(memory.host)} of host memory for each device, a plan may use {format_gb(question.host_room)}"
+        f" ({HOST_FILL:.0%} of a device's share of the node's {format_gb(node.host_memory_bytes)})"
     )
 
 
@@ -97,13 +78,13 @@ def _difference(entry: Candidate, best: Candidate) -> str:
     names = {*entry.time.parts, *best.time.parts}
     per_part = {name: entry.time.parts.get(name, 0.0) - best.time.parts.get(name, 0.0) for name in names}
     worst = max(sorted(per_part), key=lambda name: per_part[name])
-    return f"{worst} takes {in_seconds(entry.time.parts.get(worst, 0.0))} of its step"
+    return f"{worst} takes {format_seconds(entry.time.parts.get(worst, 0.0))} of its step"
 
 
 def _rejection(answer: Answer, entry: Rejected) -> str:
     question, best = answer.question, answer.best
     if entry.reason == "not needed" and best is not None:
-        return f"not needed: {best.family} fits without it, in {in_gb(best.memory.total)}"
+        return f"not needed: {best.family} fits without it, in {format_gb(best.memory.total)}"
     if entry.reason == "impossible" or entry.memory is None or entry.plan is None:
         return entry.detail or _impossible(entry.family, question)
     if entry.reason == "host memory":
@@ -176,7 +157,7 @@ def savings(plan: Plan, memory: Memory, question: Question) -> list[str]:
     if not worth and question.model.plain.tokens_per_sample:
         saved = 0.5 * sum(memory.at_peak.get(name, 0.0) for name in LONG)
         worth = [(saved, "halve the length")] if saved > 0.05 * memory.total else []
-    return [f"{words} (-{in_gb(saved)})" for saved, words in sorted(worth, key=lambda way: -way[0])]
+    return [f"{words} (-{format_gb(saved)})" for saved, words in sorted(worth, key=lambda way: -way[0])]
 
 
 def _ways(plan: Plan, question: Question) -> list[_Way]:
@@ -212,7 +193,7 @@ def decision_path(answer: Answer) -> list[Fork]:
     if memory is None:
         because = "the batch cannot be shared by all devices"
     else:
-        because = f"everything whole takes {in_gb(memory.total)} of {in_gb(device.memory_bytes)}"
+        because = f"everything whole takes {format_gb(memory.total)} of {format_gb(device.memory_bytes)}"
     path = [Fork(question="Does the model fit in GPU memory?", answer="yes" if fits else "no", because=because)]
     advised = "ddp"
     if not fits:
@@ -239,7 +220,7 @@ def _slicing(answer: Answer, best: Candidate) -> list[Fork]:
         return []
     whole, devices = answer.families["zero3"].memory, question.cluster.num_devices
     if whole is not None and whole.total > question.room:
-        because = f"whole ones take {in_gb(whole.total)} under zero3, slices {in_gb(best.memory.total)}"
+        because = f"whole ones take {format_gb(whole.total)} under zero3, slices {format_gb(best.memory.total)}"
     elif question.batch_size < devices:
         because = f"{question.batch_size} samples keep {devices} devices busy only if they share them"
     else:
@@ -295,7 +276,7 @@ ROUND = 25
 def compile_gain(answer: Answer) -> float:
     """Return what compiling blocks would take off the best plan's step, as a fraction; 0 without such a plan."""
     best = answer.best
-    if best is None or best.plan.compile != "none" or best.plan.pipeline.schedule in SPLIT_BACKWARD:
+    if best is None or best.plan.compile != "none" or SCHEDULES[best.plan.pipeline.schedule].splits_backward:
         return 0.0
     return _gain(answer, compile="blocks")
 

@@ -6,8 +6,9 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from shardwise.planner.search.deepspeed import choose_form, form_reason
-from shardwise.planner.search.explain import capture_gain, compile_gain, decision_path, in_seconds, reason, rounds_gain
+from shardwise.planner.search.explain import capture_gain, compile_gain, decision_path, reason, rounds_gain
 from shardwise.planner.search.search import FILL, Candidate
+from shardwise.units import format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -215,13 +216,13 @@ def _timeline(spans: Sequence[Span], top: float) -> tuple[list[str], float]:
     end = max(span.end for span in spans)
     scale = (WIDTH - LEFT - RIGHT) / end
     kinds = {"F": 0, "B": 1, "forward": 0, "backward": 1, "gather": 2, "reduce": 3, "sum": 3, "update": 5, "collect": 6}
-    shapes = [_text(20, top, f"One step, {in_seconds(end)} shown")]
+    shapes = [_text(20, top, f"One step, {format_seconds(end)} shown")]
     for row, stream in enumerate(streams):
         shapes.append(_text(20, top + row * ROW + 27, stream))
     for span in _merged(spans, least=end / (WIDTH - LEFT - RIGHT)):
         y = top + streams.index(span.stream) * ROW + 12
         word = span.label.split()[0].rstrip("0123456789")
-        tip = f"{span.label}, {in_seconds(span.end - span.start)}"
+        tip = f"{span.label}, {format_seconds(span.end - span.start)}"
         wide = max(0.4, (span.end - span.start) * scale - 0.3)
         shapes.append(_rect((LEFT + span.start * scale, y), (wide, ROW - 6), COLOURS[kinds.get(word, 9)], tip))
     bottom = top + len(streams) * ROW + 16

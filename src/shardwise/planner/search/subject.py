@@ -13,10 +13,10 @@ from shardwise.hardware.cluster import this_machine
 from shardwise.job import optimizers
 from shardwise.planner.cost.memory import ADAMW, SGD, OptimizerShape
 from shardwise.planner.model.forms import Model
-from shardwise.planner.search.explain import in_gb
 from shardwise.planner.search.search import Question, search
 from shardwise.planner.settle import LocalDevice, choose_precision
 from shardwise.plans.plan import Precision
+from shardwise.units import format_gb
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,8 +147,8 @@ def search_plan(
         return None, "that fits was not found (shardwise plan shows the numbers)"
     best, device = answer.best, cluster.device
     why = (
-        f"auto: {best.family} of {answer.num_plans} plans, {in_gb(best.memory.total)} of"
-        f" {in_gb(device.memory_bytes)}, {best.time.seconds:.3g} s a step predicted"
+        f"auto: {best.family} of {answer.num_plans} plans, {format_gb(best.memory.total)} of"
+        f" {format_gb(device.memory_bytes)}, {best.time.seconds:.3g} s a step predicted"
     )
     sources = dict.fromkeys(("layout", "zero", "recompute", "micro_batch", "accumulation", "fused_loss"), why)
     return dataclasses.replace(best.plan, sources={**sources, "precision": subject.precision_source}), why

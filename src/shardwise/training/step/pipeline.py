@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from shardwise.job import Job
     from shardwise.job.loss import Metric
     from shardwise.parallel.apply import MeshContext
-    from shardwise.parallel.stage_plan import StageCut
     from shardwise.parallel.stage_values import Exchanged
     from shardwise.parallel.stages import Stage
     from shardwise.plans import Plan
+    from shardwise.plans.pipeline import StageSplit
     from shardwise.training.step.pipeline_schedule import Ports, Schedule
     from shardwise.training.step.step import StepParts, StepReport
 
@@ -43,7 +43,7 @@ class PipelineStep(OptimizerStep):
     """One optimizer step of a model whose layers are cut into stages; the plan's accumulation fills the pipeline."""
 
     def __init__(
-        self, job: Job, stages: Sequence[Stage], parts: StepParts, *, cut: StageCut, plan: Plan, place: MeshContext
+        self, job: Job, stages: Sequence[Stage], parts: StepParts, *, cut: StageSplit, plan: Plan, place: MeshContext
     ) -> None:
         """`stages` are this rank's, under all their transforms."""
         super().__init__(job, nn.ModuleList(stages), parts)

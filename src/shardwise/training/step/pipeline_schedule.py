@@ -10,25 +10,18 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from shardwise.plans.pipeline import SCHEDULES
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
     from shardwise.parallel.stage_gate import Structure
-    from shardwise.parallel.stage_plan import StageCut
     from shardwise.parallel.stages import Stage
+    from shardwise.plans.pipeline import StageSplit
 
     Program = Callable[[nn.Module], Any]
-
-_SINGLE: dict[str, Any] = {"gpipe": schedules.ScheduleGPipe, "1f1b": schedules.Schedule1F1B}
-_SEVERAL: dict[str, Any] = {
-    "looped_bfs": schedules.ScheduleLoopedBFS,
-    "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
-    "interleaved_zero_bubble": schedules.ScheduleInterleavedZeroBubble,
-    "zbv": schedules.ScheduleZBVZeroBubble,
-    "dualpipev": schedules.ScheduleDualPipeV,
-}
 
 
 class Schedule:
@@ -56,8 +49,9 @@ class Schedule:
             "loss_fn": lambda output, _: loss(output),
             "scale_grads": False,
         }
-        single = name in _SINGLE
-        self._schedule = _SINGLE[name](placed[0], **options) if single else _SEVERAL[name](placed, **options)
+        schedule = SCHEDULES[name]
+        torch_class: Any = getattr(schedules, schedule.torch_class)
+        self._schedule = torch_class(placed[0] if schedule.placement == "one" else placed, **options)
         self._placed = placed
         self._targets = torch.zeros(num_micro_batches)  # torch wants one per micro-batch; the program has the real one
 
@@ -126,7 +120,9 @@ Ports = tuple[tuple["Tensor", ...], tuple["Tensor", ...]]
 class Relay:
     """Passes micro-batches forward, without gradients, from stage to stage."""
 
-    def __init__(self, stages: Sequence[Stage], cut: StageCut, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, stages: Sequence[Stage], cut: StageSplit, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
         """`stages` are this rank's; `group` joins the ranks along pp."""
         self._stages = stages
         self._cut = cut

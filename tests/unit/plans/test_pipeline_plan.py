@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 
 from refusals import refuses
 from shardwise.layout import Layout
-from shardwise.parallel.stage_plan import check_pipeline, cut_layers
 from shardwise.plans import Plan
+from shardwise.plans.pipeline import SCHEDULES, ScheduleName, check_pipeline, split_layers
 from shardwise.plans.plan import Pipeline
 
 
@@ -18,7 +19,7 @@ def a_plan(schedule="1f1b", pp=4, accumulation=8, split=(), **changes):
 
 
 def sizes(plan, num_layers):
-    cut = cut_layers(plan, num_layers)
+    cut = split_layers(plan, num_layers)
     return [len(cut.layers(stage)) for stage in range(cut.num_stages)]
 
 
@@ -34,13 +35,13 @@ def test_split_of_the_plan_is_taken_as_it_is():
 
 
 def test_looped_schedules_deal_stages_round_and_v_shaped_ones_go_back():
-    assert cut_layers(a_plan("interleaved_1f1b", pp=2), 4).ranks == (0, 1, 0, 1)
-    assert cut_layers(a_plan("zbv", pp=2), 4).ranks == (0, 1, 1, 0)
-    assert cut_layers(a_plan("looped_bfs", pp=2, split=(1, 2, 3, 4, 5)), 6).ranks == (0, 1, 0, 1, 0, 1)
+    assert split_layers(a_plan("interleaved_1f1b", pp=2), 4).ranks == (0, 1, 0, 1)
+    assert split_layers(a_plan("zbv", pp=2), 4).ranks == (0, 1, 1, 0)
+    assert split_layers(a_plan("looped_bfs", pp=2, split=(1, 2, 3, 4, 5)), 6).ranks == (0, 1, 0, 1, 0, 1)
 
 
 def test_every_layer_has_one_stage_and_every_stage_one_rank():
-    cut = cut_layers(a_plan("dualpipev", pp=2), 7)
+    cut = split_layers(a_plan("dualpipev", pp=2), 7)
     assert [cut.stage_of(layer) for layer in range(7)] == sorted(cut.stage_of(layer) for layer in range(7))
     assert sorted(stage for rank in range(2) for stage in cut.stages_of(rank)) == [0, 1, 2, 3]
 
@@ -88,6 +89,11 @@ def test_plan_without_pipeline_is_left_alone():
     check_pipeline(Plan(gradient_sync="every"), num_layers=0)
 
 
+def test_the_table_has_every_schedule_that_a_plan_may_name():
+    assert tuple(SCHEDULES) == get_args(ScheduleName)
+    assert [name for name, schedule in SCHEDULES.items() if schedule.is_searched] == ["1f1b", "interleaved_1f1b", "zbv"]
+
+
 def test_check_needs_no_torch():
-    code = "import sys, shardwise.parallel.stage_plan; sys.exit('torch' in sys.modules)"
+    code = "import sys, shardwise.plans.pipeline; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,146 @@
+"""Bytes, seconds, counts and rates as text, and the sizes of dtypes: one rule for every table and message."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from shardwise.errors import InputError
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+GB = 1e9
+
+ELEMENT_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+"""Bytes of one element in memory."""
+
+MISSING = "-"
+"""Text of a value that is not known yet."""
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL = ("B", "kB", "MB", "GB", "TB")
+_COUNTS = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"), (1e3, "thousand"))
+_DURATIONS = ((86400.0, "d", 3600.0, "h"), (3600.0, "h", 60.0, "min"), (60.0, "min", 1.0, "s"))
+
+
+def format_number(value: float | None, digits: int = 4) -> str:
+    """Return a number with at most so many significant digits, thousands apart: 1,234 or 0.01235 or 2.5e-7."""
+    if value is None:
+        return MISSING
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else str(value)
+    size = abs(value)
+    if size != 0 and (size < 1e-4 or size >= 1e12):
+        mantissa, _, exponent = f"{value:.2e}".partition("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    magnitude = math.floor(math.log10(size)) if size else 0
+    text = f"{value:,.{max(0, digits - 1 - magnitude)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def format_whole(value: float | None) -> str:
+    """Return a number rounded to a whole one, thousands apart."""
+    return MISSING if value is None else f"{value:,.0f}"
+
+
+def format_count(number: float) -> str:
+    """Return a large number in three digits: 6.74 billion."""
+    for size, name in _COUNTS:
+        if number >= size:
+            return f"{number / size:.3g} {name}"
+    return f"{number:.3g}"
+
+
+def format_bytes(num_bytes: float | None, digits: int = 4) -> str:
+    """Return bytes in a power of 1024: 4 KiB or 1.5 MiB."""
+    if num_bytes is None:
+        return MISSING
+    unit = 0
+    if num_bytes and math.isfinite(num_bytes):
+        unit = min(len(_BINARY) - 1, max(0, int(math.log2(abs(num_bytes)) // 10)))
+    return f"{format_number(num_bytes / 1024**unit, digits)} {_BINARY[unit]}"
+
+
+def format_bytes_si(num_bytes: float) -> str:
+    """Return bytes in a power of 1000, three digits, as file sizes are written: 1.5 MB."""
+    unit = 0
+    while num_bytes >= 1000 and unit < len(_DECIMAL) - 1:
+        num_bytes, unit = num_bytes / 1000, unit + 1
+    return f"{num_bytes:.3g} {_DECIMAL[unit]}"
+
+
+def format_gb(num_bytes: float) -> str:
+    """Return bytes as GB (10^9) whatever their number, so that those of a table compare; three digits or more."""
+    size = num_bytes / GB
+    return f"{size:,.0f} GB" if size >= 1000 else f"{size:.3g} GB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return seconds, milliseconds or microseconds in three digits: the time of a step or a message."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    if seconds >= 1e-3:
+        return f"{1e3 * seconds:.3g} ms"
+    return f"{1e6 * seconds:.3g} us"
+
+
+def format_duration(seconds: float | None) -> str:
+    """Return seconds in the two largest units they fill: 8 min 35 s."""
+    if seconds is None:
+        return MISSING
+    for large, large_name, small, small_name in _DURATIONS:
+        if seconds >= large:
+            return f"{int(seconds // large)} {large_name} {int(seconds % large // small)} {small_name}"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{max(0.0, seconds) * 1000:.0f} ms"
+
+
+def format_rate(per_s: float) -> str:
+    """Return a rate without its unit in three digits, whole from 100 on: 41.2 or 1,234."""
+    return f"{per_s:,.0f}" if per_s >= 99.95 else f"{per_s:#.3g}"
+
+
+def format_bandwidth(bytes_per_s: float) -> str:
+    """Return bytes a second in GB/s (10^9), or MB/s below one, three digits."""
+    return f"{bytes_per_s / 1e9:.3g} GB/s" if bytes_per_s >= 0.9995e9 else f"{bytes_per_s / 1e6:.3g} MB/s"
+
+
+# Sizes on the command line, written and read without loss.
+
+
+_SIZES: dict[str, int] = {
+    "": 1,
+    "b": 1,
+    "k": KIB,
+    "kib": KIB,
+    "kb": 10**3,  # a bare K is 1024, as in nccl-tests
+    "m": MIB,
+    "mib": MIB,
+    "mb": 10**6,
+    "g": GIB,
+    "gib": GIB,
+    "gb": 10**9,
+    "t": 1 << 40,
+    "tib": 1 << 40,
+    "tb": 10**12,
+}
+"""In lower case."""
+
+
+def read_size(text: str) -> int:
+    """Return the bytes that a text such as 64MiB, 100MB, 32M or 4096 means."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in _SIZES:
+        raise InputError(
+            f"{text!r} is not a size", code="bench.size-syntax", fix="write bytes or a unit, such as 4096, 64KiB, 100MB"
+        )
+    num_bytes = round(float(match[1]) * _SIZES[match[2].lower()])
+    if num_bytes < 1:
+        raise InputError(f"size must be positive, got {text!r}", code="bench.size-zero", fix="use at least 1 byte")
+    return num_bytes
+
+
+def write_size(num_bytes: int) -> str:
+    """Return a size as `read_size` reads it: 64KiB, or plain bytes where no unit divides it."""
+    for unit, base in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if num_bytes and num_bytes % base == 0:
+            return f"{num_bytes // base}{unit}"
+    return f"{num_bytes}B"
