@@ -15,7 +15,7 @@ from shardwise.runs.console import DONE, say
 
 if TYPE_CHECKING:
     from shardwise.monitor.sinks import SinkSpec
-    from shardwise.monitor.view import RunView
+    from shardwise.runs.state import RunState
 
 
 @click.command("watch", no_args_is_help=True)
@@ -34,7 +34,7 @@ def command(*, run: Path, once: bool, web: bool, port: int | None, predict: bool
     """Look at the run directory RUN: curves, memory, every rank, what happened; alive while it goes on."""
     from shardwise.monitor.predicted import start_predicting
     from shardwise.monitor.terminal import show_live, show_once
-    from shardwise.monitor.view import RunView, check_run
+    from shardwise.runs.state import RunState, check_run
 
     check_run(run)
     directory = RunDirectory(run)
@@ -43,17 +43,17 @@ def command(*, run: Path, once: bool, web: bool, port: int | None, predict: bool
 
         mirror(directory, sink, say)
         return DONE
-    view = RunView(directory)
+    state = RunState(directory)
     predicting = start_predicting(directory) if predict else None
     try:
         if web or port is not None:
-            _serve(view, port)
+            _serve(state, port)
         elif once or not sys.stdout.isatty():
             if predicting is not None:
                 predicting.wait()
-            show_once(view)
+            show_once(state)
         else:
-            show_live(view)
+            show_live(state)
     finally:
         if predicting is not None and predicting.poll() is None:
             predicting.terminate()
@@ -61,12 +61,12 @@ def command(*, run: Path, once: bool, web: bool, port: int | None, predict: bool
     return DONE
 
 
-def _serve(view: RunView, port: int | None) -> None:
+def _serve(state: RunState, port: int | None) -> None:
     """Serve the page until an interrupt."""
     from shardwise.monitor.server import page_server
 
-    server = page_server(view, port)
-    say(f"watching {view.run.path} at {server.url}\nCtrl-C ends the page, not the run")
+    server = page_server(state, port)
+    say(f"watching {state.run.path} at {server.url}\nCtrl-C ends the page, not the run")
     try:
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()

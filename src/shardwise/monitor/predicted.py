@@ -10,30 +10,15 @@ from pathlib import Path
 import msgspec
 
 from shardwise.runs import RunDirectory
+from shardwise.runs.status import Predicted, read_predicted
 
 _NICE = 19
 """The lowest priority: the run itself may need the cores."""
 
 
-class Predicted(msgspec.Struct, frozen=True, kw_only=True):
-    """What predicted.json holds: bytes, or why there are none."""
-
-    peak_bytes: float | None = None
-    why_not: str = ""
-
-
-def read_predicted(run: RunDirectory) -> tuple[float | None, str]:
-    """Return the predicted peak of a rank's tensors in bytes, None where nobody asked; and why not, if that failed."""
-    try:
-        found = msgspec.json.decode(_path(run).read_bytes(), type=Predicted)
-    except (OSError, ValueError):
-        return None, ""
-    return found.peak_bytes, found.why_not
-
-
 def start_predicting(run: RunDirectory) -> subprocess.Popen[bytes] | None:
-    """Begin to predict in the background, unless the run knows already; `read_predicted` reads what came of it."""
-    if read_predicted(run)[0] is not None:
+    """Start the prediction in a process of its own, unless the run has one; `read_predicted` reads the result."""
+    if read_predicted(run).peak_bytes is not None:
         return None
     command = [sys.executable, "-m", "shardwise.monitor.predicted", str(run.path)]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -62,16 +47,12 @@ def predict(run: RunDirectory) -> Predicted:
     return Predicted(peak_bytes=found["peak_bytes"])
 
 
-def _path(run: RunDirectory) -> Path:
-    return run.path / "predicted.json"
-
-
 def _main(path: str) -> None:
     os.nice(_NICE)
     run = RunDirectory(Path(path))
-    partial = _path(run).with_suffix(".partial")
+    partial = run.predicted.with_suffix(".partial")
     partial.write_bytes(msgspec.json.encode(predict(run)))
-    partial.replace(_path(run))
+    partial.replace(run.predicted)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from shardwise.monitor.ranks import Entry, RankRow, RunStatus
-    from shardwise.monitor.training import Curve, Row
-    from shardwise.monitor.view import RunView
+    from shardwise.runs.state import RunState
+    from shardwise.runs.status import Entry, RankRow, RunStatus
+    from shardwise.runs.training import Curve, Row
 
 
 REFRESH_S = 0.5
@@ -40,24 +40,24 @@ _CHART_LINES = 5
 _NOTHING = "-"
 
 
-def show_once(view: RunView) -> None:
+def show_once(state: RunState) -> None:
     """Write one picture of the run to standard output."""
-    view.refresh_whole()
+    state.refresh_all()
     console = _console()
     with contextlib.suppress(OSError):  # a closed terminal or pipe is nobody to talk to, not a failure
-        console.print(picture(view, console))
+        console.print(picture(state, console))
 
 
-def show_live(view: RunView) -> None:
+def show_live(state: RunState) -> None:
     """Show the run until it is over; an interrupt ends the showing, and nothing else."""
     console = _console()
-    view.refresh_whole()
-    with Live(picture(view, console), console=console, auto_refresh=False, vertical_overflow="crop") as live:
+    state.refresh_all()
+    with Live(picture(state, console), console=console, auto_refresh=False, vertical_overflow="crop") as live:
         try:
-            while not view.is_over:
+            while not state.is_over:
                 time.sleep(REFRESH_S)
-                view.refresh_whole()
-                live.update(picture(view, console), refresh=True)
+                state.refresh_all()
+                live.update(picture(state, console), refresh=True)
         except KeyboardInterrupt:
             return
 
@@ -71,12 +71,12 @@ def _console() -> Console:
     return Console(file=stream, highlight=False, width=_PIPE[0], height=_PIPE[1])
 
 
-def picture(view: RunView, console: Console) -> RenderableType:
+def picture(state: RunState, console: Console) -> RenderableType:
     """Return the run as it is now, in no more lines than the console has where that is possible."""
-    status = view.status()
+    status = state.status()
     braille = console.encoding.lower().startswith("utf")
-    parts = [*_header(status), *_charts(view.training.curves, console.width, braille=braille)]
-    entries = sorted(view.story.since(0), key=lambda entry: (entry.at, entry.number))
+    parts = [*_header(status), *_charts(state.training.curves, console.width, braille=braille)]
+    entries = sorted(state.history.since(0), key=lambda entry: (entry.at, entry.number))
     taken = sum(_height(part) for part in parts)
     room = max(8, console.height - taken - 4)
     told = min(len(entries), max(3, room // 3))

@@ -72,6 +72,11 @@ class RunDirectory:
         return self.path / "sinks"
 
     @property
+    def predicted(self) -> Path:
+        """The memory that planning predicts (JSON); absent when nobody asked for it."""
+        return self.path / "predicted.json"
+
+    @property
     def report_json(self) -> Path:
         """The final report for programs."""
         return self.path / "report.json"

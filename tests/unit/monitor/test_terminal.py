@@ -5,20 +5,20 @@ import sys
 import threading
 import time
 
-from monitor.synthetic import attempt_event, empty_run, large_run, write
 from rich.console import Console
+from runs.synthetic import attempt_event, empty_run, large_run, write
 
 from shardwise.monitor.terminal import bounds, draw_curve, picture, show_live, show_once
-from shardwise.monitor.view import RunView
 from shardwise.runs.events import launch_log
 from shardwise.runs.failure import describe_failure
+from shardwise.runs.state import RunState
 from shardwise.training.saving import StoppedError
 
 
 def seen(run):
-    view = RunView(run)
-    view.refresh_whole()
-    return view
+    state = RunState(run)
+    state.refresh_all()
+    return state
 
 
 def drawn(run, width=110, height=50):
@@ -104,7 +104,7 @@ def test_live_view_ends_with_the_run(tmp_path, monkeypatch):
     end = {"at": time.time(), "kind": "finish", "state": "finished", "restarts": 0}
     finishing = threading.Timer(0.2, write, (run.launcher_events(), end))
     finishing.start()
-    show_live(RunView(run))
+    show_live(RunState(run))
     finishing.join()
     stream.flush()
     assert "the run has finished" in stream.buffer.getvalue().decode()

@@ -1,8 +1,16 @@
-"""The view of a run: its files folded into one state, a piece at a time, and read again only where they grew."""
+"""`RunState`: the one incremental reader of a run directory, behind the progress bar, `watch`, sinks and `doctor`.
+
+Each rank and each launcher appends events to a file of its own. A refresh reads the next piece of every file and folds
+its events into the state: it costs what was appended since the last refresh, and others may use the state between two
+pieces of a long run. Invariant: the state is a function of the files alone, however they were split into pieces. A file
+that was replaced or truncated means that the run started anew in the same directory: the state starts anew too, and
+`identity` changes.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 import socket
 import time
@@ -13,27 +21,34 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shardwise.errors import InputError
-from shardwise.monitor.growing import GrowingFile
-from shardwise.monitor.predicted import read_predicted
-from shardwise.monitor.ranks import CheckpointStatus, RankTable, RunStatus
-from shardwise.monitor.story import Story
-from shardwise.monitor.training import Training
+from shardwise.runs.events import Tail
 from shardwise.runs.failure import read_failure
+from shardwise.runs.history import History
+from shardwise.runs.status import CheckpointStatus, RankEnd, RankTable, RunStatus, read_predicted
+from shardwise.runs.training import TrainingState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-    from shardwise.runs import RunDirectory
+    from shardwise.runs.directory import RunDirectory
+
+    Listener = Callable[[str, dict[str, Any]], None]
+    """Gets the writer of an event, such as "rank0" or "launcher", and the event."""
 
 
+PIECE = 1 << 20
+"""Bytes of each file that one refresh reads at most: between two pieces others may use the state."""
+LAST = 1 << 16
+"""Bytes at the end of an events file that show where its rank is now; only rank 0's is read whole."""
 SILENT_S = 60.0
-"""Without a launcher, a run that has written nothing for so long says no more than that."""
+"""Without a launcher, a run that has written nothing for so long is "silent"."""
 GONE_S = 2.0
-"""A launcher that is gone may have written its last words just now."""
+"""A launcher that is gone may have written its last events just now."""
+_RANK = re.compile(r"rank(\d+)\b")
 
 
 def check_run(path: Path) -> None:
-    """Refuse a path that is no run directory."""
+    """Refuse a path that is not a run directory."""
     try:
         _check(path)
     except OSError as error:
@@ -61,52 +76,90 @@ def _is_run(path: Path) -> bool:
     return (path / "events").is_dir() and (path / "logs").is_dir()
 
 
-class RunView:
-    """The state of one run; `refresh` reads what is new, everything else only looks at what was read."""
+class RunState:
+    """The state of one run; `refresh` reads what is new, everything else uses what was read."""
 
-    def __init__(self, run: RunDirectory) -> None:
+    def __init__(self, run: RunDirectory, *, listener: Listener | None = None, all_ranks: bool = False) -> None:
+        """`listener` gets every event that is read; `all_ranks`: the files of all ranks are read from their start."""
         self.run = run
         self.identity = ""
-        """Changes when what was told before no longer holds, so that whoever follows begins again."""
-        self._begin()
+        """Changes when what was read before no longer holds, so that whoever follows the state starts again."""
+        self._listener = listener
+        self._all_ranks = all_ranks
+        self._start()
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         self.identity = secrets.token_hex(4)
-        self.training = Training()
-        self.story = Story()
+        self.training = TrainingState()
+        self.history = History()
         self.ranks = RankTable(self.run)
-        self._events = GrowingFile(self.run.events(0))
-        self._launches: dict[Path, tuple[Launch, GrowingFile]] = {}
+        self._files: dict[str, Tail] = {}
+        self._launchers: dict[str, LauncherState] = {}
         self._failures: dict[int, tuple[float, RankEnd]] = {}
         self._sizes: dict[str, int] = {}
         self._newest = 0.0
         self._began_at: float | None = None
-        self._has_looked = False
+        self._has_read_all = False
 
     def refresh(self) -> bool:
         """Read the next piece of every file that grew; return whether there is more to read at once."""
-        self._find_launchers()
-        files = [(self._events, self._take_rank_zero), *((file, launch.fold) for launch, file in self._launchers())]
-        for file, take in files:
-            events = file.read()
-            if file.was_replaced:  # the run was started anew in the same place
-                self._begin()
-                return True
-            for event in events:
-                self._take_time(event)
-                take(event)
-                self.story.tell(event)
-        is_behind = any(file.behind for file, _ in files)
+        is_behind = self.refresh_events()
         if not is_behind:
-            self._has_looked = True
-            self.ranks.refresh(self._known_ranks(), self.story.tell)
+            self._has_read_all = True
+            self.ranks.refresh(self._known_ranks())
             self._find_failures()
         return is_behind
 
-    def refresh_whole(self) -> None:
+    def refresh_events(self) -> bool:
+        """Read events alone, neither the marks of ranks nor their failures; return whether there is more to read."""
+        self._find_files()
+        is_behind = False
+        for writer, file in self._files.items():
+            events = file.events()
+            if file.was_replaced:
+                self._start()
+                return True
+            for event in events:
+                self._fold(writer, event)
+            is_behind = is_behind or file.behind > 0
+        return is_behind
+
+    def refresh_all(self) -> None:
         """Read all there is."""
         while self.refresh():
             pass
+
+    @property
+    def launchers(self) -> list[LauncherState]:
+        """The launchers that started ranks, that of node 0 first, however late its file was found."""
+        return [self._launchers[writer] for writer in sorted(self._launchers, key=lambda name: (len(name), name))]
+
+    def _find_files(self) -> None:
+        for path in sorted(self.run.events(0).parent.glob("*.jsonl")):
+            if path.stem in self._files:
+                continue
+            rank = _RANK.fullmatch(path.stem)
+            if rank is None:
+                self._launchers[path.stem] = LauncherState()
+            last = None if rank is None or path.stem == "rank0" or self._all_ranks else LAST
+            self._files[path.stem] = Tail(path, last=last, piece=PIECE)
+
+    def _fold(self, writer: str, event: dict[str, Any]) -> None:
+        """Fold one event into the state; of ranks other than 0, steps and notes alone count."""
+        rank = _RANK.fullmatch(writer)
+        number = int(rank[1]) if rank is not None else None
+        if number is not None:
+            self.ranks.take(event, number)
+        if number:
+            if event["kind"] == "note":
+                self.history.add(event, number)
+        else:
+            self._take_time(event)
+            fold = self.training.fold if number == 0 else self._launchers[writer].fold
+            fold(event)
+            self.history.add(event)
+        if self._listener is not None:
+            self._listener(writer, event)
 
     @property
     def is_over(self) -> bool:
@@ -118,18 +171,18 @@ class RunView:
         clock = time.time()
         state = self._state(clock)
         now = clock if state == "running" else max(self._newest, self.ranks.newest)
-        training, (predicted, why_not) = self.training, read_predicted(self.run)
+        training, predicted = self.training, read_predicted(self.run)
         memory = self.ranks.highest_memory()
-        lead = next((launch for launch, _ in self._launchers()), None)
+        first = next(iter(self.launchers), None)
         failed = min(self._failures.values(), default=None, key=lambda found: found[0])
         rank_state = {"running": "running", "finished": "done"}.get(state, "gone")
         return RunStatus(
             name=self.run.path.resolve().name,
             path=str(self.run.path),
-            job=self._job() or (lead.target if lead is not None else ""),
+            job=self._job() or (first.target if first is not None else ""),
             plan=training.facts.get("plan", ""),
             state=state,
-            verdict=(lead.verdict if lead is not None else "") or (failed[1].words if failed else ""),
+            verdict=(first.verdict if first is not None else "") or (failed[1].words if failed else ""),
             now=now,
             began_at=self._began_at,
             step=training.step,
@@ -142,10 +195,10 @@ class RunView:
             memory_bytes=memory[1] if memory else None,
             memory_rank=memory[0] if memory else None,
             is_resident=any(str(place.get("device", "")).startswith("cpu") for place in training.placed.values()),
-            predicted_bytes=predicted,
-            prediction=why_not,
+            predicted_bytes=predicted.peak_bytes,
+            prediction=predicted.why_not,
             parameters=training.parameters,
-            restarts=max((launch.restarts for launch, _ in self._launchers()), default=len(training.restarts)),
+            restarts=max((launcher.restarts for launcher in self.launchers), default=len(training.restarts)),
             restart_marks=tuple(training.restarts[-100:]),
             evaluation=training.evaluation,
             checkpoints=tuple(self._checkpoints()),
@@ -153,16 +206,16 @@ class RunView:
                 self.ranks.status(rank, self._facts(rank), self._end(rank), now=now, state=rank_state)
                 for rank in self._known_ranks()
             ),
-            reading=1.0 if self._has_looked else 0.99 - self._events.behind / max(1, self._events.size),
+            reading=self._share_read(),
         )
 
     def _state(self, now: float) -> str:
-        launches = [launch for launch, _ in self._launchers()]
+        launchers = self.launchers
         newest = max(self._newest, self.ranks.newest)
-        if launches:
-            if launches[0].finished:
-                return launches[0].finished
-            is_lost = now - newest > GONE_S and all(launch.is_gone or launch.finished for launch in launches)
+        if launchers:
+            if launchers[0].finished:
+                return launchers[0].finished
+            is_lost = now - newest > GONE_S and all(launcher.is_gone or launcher.finished for launcher in launchers)
             return "lost" if is_lost else "running"
         if self.training.has_ended:
             return "finished"
@@ -170,9 +223,12 @@ class RunView:
             return "failed"
         return "running" if now - newest < SILENT_S else "silent"
 
-    def _take_rank_zero(self, event: dict[str, Any]) -> None:
-        self.training.fold(event)
-        self.ranks.take(event, 0)
+    def _share_read(self) -> float:
+        """Return the share of rank 0's events that is folded in; 1.0 only when every file was read to its end."""
+        if self._has_read_all:
+            return 1.0
+        file = self._files.get("rank0")
+        return 0.99 if file is None else 0.99 - file.behind / max(1, file.size)
 
     def _take_time(self, event: dict[str, Any]) -> None:
         at = event.get("at")
@@ -180,40 +236,33 @@ class RunView:
             self._newest = max(self._newest, at)
             self._began_at = at if self._began_at is None else min(at, self._began_at)
 
-    def _find_launchers(self) -> None:
-        for path in sorted(self.run.launcher_events().parent.glob("launcher*.jsonl")):
-            if path not in self._launches:
-                self._launches[path] = (Launch(), GrowingFile(path))
-
-    def _launchers(self) -> list[tuple[Launch, GrowingFile]]:
-        """Return the launchers that started ranks, that of node 0 first, however late its file was found."""
-        return [self._launches[path] for path in sorted(self._launches, key=lambda path: (len(path.name), path.name))]
-
     def _known_ranks(self) -> list[int]:
-        launches = [launch for launch, _ in self._launchers()]
-        if any(launch.pids for launch in launches):
-            world_size = launches[0].world_size or max(launch.world_size for launch in launches)
-            started = {rank for launch in launches for rank in launch.pids}
+        launchers = self.launchers
+        started: set[int] = set()
+        for launcher in launchers:
+            started.update(launcher.pids)
+        if started:
+            world_size = launchers[0].world_size or max(launcher.world_size for launcher in launchers)
             return sorted(rank for rank in started if rank < world_size)
-        if self.training.placed:
-            return sorted(self.training.placed)
-        return sorted(_ranks_of(self.run.events(0).parent) | _ranks_of(self.run.stdout(0).parent))
+        return sorted(self.training.placed or ranks_with_files(self.run, ("events", "logs")))
 
     def _facts(self, rank: int) -> dict[str, Any]:
-        """Return host, device and pid of a rank, from whoever told."""
-        launched = next((launch for launch, _ in self._launchers() if rank in launch.pids), None)
-        known = {"host": launched.host, "pid": launched.pids[rank]} if launched is not None else {}
+        """Return host, device and pid of a rank, from its launcher and from rank 0's start event."""
+        known: dict[str, Any] = {}
+        for launcher in reversed(self.launchers):
+            if rank in launcher.pids:
+                known = {"host": launcher.host, "pid": launcher.pids[rank]}
         return known | self.training.placed.get(rank, {})
 
     def _end(self, rank: int) -> RankEnd | None:
-        ends = [launch.ends[rank] for launch, _ in self._launchers() if rank in launch.ends]
-        if ends:
-            return ends[0]
+        for launcher in self.launchers:
+            if rank in launcher.ends:
+                return launcher.ends[rank]
         return self._failures[rank][1] if rank in self._failures else None
 
     def _find_failures(self) -> None:
-        """Read what failed ranks left behind, where no launcher tells of their end."""
-        if self._launches:
+        """Read the failures that ranks wrote, where no launcher reports their end."""
+        if self._launchers:
             return
         for path in sorted(self.run.error(0).parent.glob("rank*.json")):
             with contextlib.suppress(ValueError, OSError):
@@ -222,7 +271,7 @@ class RunView:
                 if failure is not None:
                     words = f"{failure.kind}: {(failure.message.splitlines() or [''])[0]}"
                     self._failures[rank] = (failure.at, RankEnd("failed", words))
-                    self.story.tell({"kind": "exit", "at": failure.at, "rank": rank, "code": 1, "words": words})
+                    self.history.add({"kind": "exit", "at": failure.at, "rank": rank, "code": 1, "words": words})
 
     def _checkpoints(self) -> Iterator[CheckpointStatus]:
         """Yield the saves, newest first, with their size where they are whole and still there."""
@@ -248,29 +297,29 @@ class RunView:
         return ""
 
 
-def _ranks_of(folder: Path) -> set[int]:
-    numbers = (path.name.removeprefix("rank").partition(".")[0] for path in folder.glob("rank*"))
-    return {int(number) for number in numbers if number.isdigit()}
+def ranks_with_files(run: RunDirectory, folders: tuple[str, ...]) -> set[int]:
+    """Return the ranks that have a file in any of these folders of the run directory."""
+    found = set()
+    for folder in folders:
+        for path in (run.path / folder).glob("rank*"):
+            if number := _RANK.match(path.name):
+                found.add(int(number[1]))
+    return found
 
 
-# The launchers of a run, folded from their events: which ranks they started, how those ended, and the verdict.
-
-
-@dataclass(frozen=True)
-class RankEnd:
-    """How a rank ended in the last attempt."""
-
-    state: str
-    """"done", "failed" or "stopped"."""
-    words: str
+# One launcher, folded from its events: which ranks it started, how those ended, and the verdict.
 
 
 @dataclass
-class Launch:
-    """What one node's launcher told of its last attempt."""
+class LauncherState:
+    """The last attempt of one node's launcher."""
 
     attempts: int = 0
     """How many times its ranks were started."""
+    has_events: bool = False
+    """Whether its file holds anything yet."""
+    node: int = 0
+    nodes: int = 1
     host: str = ""
     pid: int | None = None
     target: str = ""
@@ -279,10 +328,11 @@ class Launch:
     ends: dict[int, RankEnd] = field(default_factory=dict)
     verdict: str = ""
     finished: str = ""
-    """"finished", "failed" or "stopped"; empty while it goes on."""
+    """"finished", "failed" or "stopped"; empty while it runs."""
 
     def fold(self, event: Mapping[str, Any]) -> None:
-        """Take one event; what is malformed is passed over."""
+        """Take one event; a malformed one is skipped."""
+        self.has_events = True
         try:
             self._fold(event)
         except (KeyError, TypeError, ValueError, AttributeError):
@@ -296,12 +346,10 @@ class Launch:
                 self.world_size = int(event.get("world_size", len(self.pids)))
                 self.host, self.target = str(event.get("host", "")), str(event.get("target", ""))
                 self.pid = event.get("launcher")
+                self.node, self.nodes = int(event.get("node", 0)), int(event.get("nodes", 1))
                 self.ends, self.verdict, self.finished = {}, "", ""
             case "exit":
-                end = RankEnd("done", "")
-                if event["code"] != 0:
-                    end = RankEnd("stopped" if event["stopped"] else "failed", str(event["words"]))
-                self.ends[int(event["rank"])] = end
+                self.ends[int(event["rank"])] = _rank_end(event)
             case "verdict":
                 self.verdict = str(event["text"])
             case "finish":
@@ -318,3 +366,12 @@ class Launch:
         if self.pid is None or self.host != socket.gethostname() or not Path("/proc/self").exists():
             return False
         return not Path(f"/proc/{self.pid}").exists()
+
+
+def _rank_end(event: Mapping[str, Any]) -> RankEnd:
+    at = float(event.get("at", 0.0))
+    if event["code"] == 0:
+        return RankEnd("done", "", stopped=bool(event.get("stopped")), at=at)
+    stopped = bool(event["stopped"])
+    state = "stopped" if stopped else "failed"
+    return RankEnd(state, str(event["words"]), code=int(event["code"]), stopped=stopped, at=at)

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shardwise.monitor.growing import GrowingFile
 from shardwise.runs.recorder import PHASES, last_mark, read_recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
-    from shardwise.monitor.view import RankEnd
-    from shardwise.runs import RunDirectory
+    from shardwise.runs.directory import RunDirectory
     from shardwise.runs.recorder import Mark
 
 
-_LAST = 1 << 16
-"""Bytes at the end of an events file that say where its rank is now; only rank 0's is read whole."""
+@dataclass(frozen=True)
+class RankEnd:
+    """How a rank ended in the last attempt."""
+
+    state: str
+    """"done", "failed" or "stopped"."""
+    words: str
+    """What it ended with, as text; empty for "done"."""
+    code: int = 0
+    """Its exit code; negative: the signal that ended it."""
+    stopped: bool = False
+    """Whether the launcher had asked it to stop."""
+    at: float = 0.0
+    """When its launcher saw the end, in seconds since the epoch."""
 
 
 class RankTable:
-    """Marks, memory and steps of every rank, as its records last told."""
+    """Marks, memory and steps of every rank, by its last records."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
-        self._files: dict[int, GrowingFile] = {}
-        self._told: dict[int, tuple[int, float | None]] = {}
+        self._reported: dict[int, tuple[int, float | None]] = {}
         """By rank: steps done and memory, by its last `steps` event."""
         self._marks: dict[int, Mark] = {}
         self._leader: Sequence[Mark] = ()
@@ -38,38 +48,33 @@ class RankTable:
         """When the last mark of any rank was made; 0.0 without one."""
         return max((mark.at for mark in self._marks.values()), default=0.0)
 
-    def refresh(self, ranks: Collection[int], tell: Callable[[dict[str, Any], int], None]) -> None:
-        """Read what is new of these ranks; `tell` hears notes; the events of rank 0 are read elsewhere."""
+    def refresh(self, ranks: Collection[int]) -> None:
+        """Read the last mark of each of these ranks."""
         self._marks = {}
         for rank in ranks:
             mark = last_mark(self._run.recorder(rank))
             if mark is not None:
                 self._marks[rank] = mark
-            if rank:
-                for event in self._file(rank).read():
-                    self.take(event, rank)
-                    if event["kind"] == "note":
-                        tell(event, rank)
         self._leader = self._read_leader()
 
     def take(self, event: Mapping[str, Any], rank: int) -> None:
         """Take one event of a rank."""
         if event["kind"] == "steps" and isinstance(event.get("losses"), list) and isinstance(event.get("first"), int):
-            self._told[rank] = (event["first"] + len(event["losses"]), event.get("memory_bytes"))
+            self._reported[rank] = (event["first"] + len(event["losses"]), event.get("memory_bytes"))
 
     def highest_memory(self) -> tuple[int, float] | None:
-        """Return the rank that needed most memory so far, and how much; None where none told."""
-        told = {rank: memory for rank, (_, memory) in sorted(self._told.items()) if memory is not None}
-        if not told:
-            return None
-        rank = max(told, key=told.__getitem__)
-        return rank, told[rank]
+        """Return the rank that needed most memory so far, and how much; None where no rank reported any."""
+        highest = None
+        for rank, (_, memory) in sorted(self._reported.items()):
+            if memory is not None and (highest is None or memory > highest[1]):
+                highest = (rank, memory)
+        return highest
 
     def status(self, rank: int, facts: Mapping[str, Any], end: RankEnd | None, *, now: float, state: str) -> RankRow:
         """Return one rank's status; `facts` are its host, device and pid, `state` that of a rank without an end."""
         mark = self._marks.get(rank)
-        told_step, memory = self._told.get(rank, (None, None))
-        step = told_step if mark is None else mark.step
+        reported_step, memory = self._reported.get(rank, (None, None))
+        step = reported_step if mark is None else mark.step
         is_running = end is None and state == "running"
         return RankRow(
             rank=rank,
@@ -85,11 +90,6 @@ class RankTable:
             state=end.state if end is not None else state,
             words=end.words if end is not None else "",
         )
-
-    def _file(self, rank: int) -> GrowingFile:
-        if rank not in self._files:
-            self._files[rank] = GrowingFile(self._run.events(rank), last=_LAST)
-        return self._files[rank]
 
     def _read_leader(self) -> Sequence[Mark]:
         """Read the marks of the rank that is furthest, of equal ones the first to get there."""
@@ -117,11 +117,11 @@ def _place(mark: Mark) -> tuple[int, int]:
     return mark.step, PHASES.index(mark.phase)
 
 
-# What a view says of a run at one moment: plain frozen values, for a terminal, a page or a program.
+# The status itself.
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """Something worth telling that happened in a run."""
+    """Something that happened in a run and is worth a line."""
 
     number: int
     """Counts the entries of a run."""
@@ -211,3 +211,21 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankRow, ...]
     reading: float
     """Share of what was on disk at first that is folded in: 1.0 when the view has seen it all once."""
+
+
+# The memory that planning predicts for a run: `monitor/predicted.py` computes it and writes predicted.json.
+
+
+class Predicted(msgspec.Struct, frozen=True, kw_only=True):
+    """What predicted.json holds: bytes, or why there are none."""
+
+    peak_bytes: float | None = None
+    why_not: str = ""
+
+
+def read_predicted(run: RunDirectory) -> Predicted:
+    """Return the predicted peak of a rank's tensors; without a value where nobody has computed one."""
+    try:
+        return msgspec.json.decode(run.predicted.read_bytes(), type=Predicted)
+    except (OSError, ValueError):
+        return Predicted()
