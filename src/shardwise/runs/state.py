@@ -24,11 +24,11 @@ from shardwise.errors import InputError
 from shardwise.runs.events import Tail
 from shardwise.runs.failure import read_failure
 from shardwise.runs.history import History
-from shardwise.runs.status import CheckpointStatus, RankEnd, RankTable, RunStatus, read_predicted
+from shardwise.runs.status import CheckpointTable, RankEnd, RankTable, RunStatus, read_predicted
 from shardwise.runs.training import TrainingState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from shardwise.runs.directory import RunDirectory
 
@@ -96,7 +96,7 @@ class RunState:
         self._files: dict[str, Tail] = {}
         self._launchers: dict[str, LauncherState] = {}
         self._failures: dict[int, tuple[float, RankEnd]] = {}
-        self._sizes: dict[str, int] = {}
+        self._checkpoints = CheckpointTable(self.run)
         self._newest = 0.0
         self._began_at: float | None = None
         self._has_read_all = False
@@ -179,7 +179,7 @@ class RunState:
         return RunStatus(
             name=self.run.path.resolve().name,
             path=str(self.run.path),
-            job=self._job() or (first.target if first is not None else ""),
+            job=_job_name(self.run) or (first.target if first is not None else ""),
             plan=training.facts.get("plan", ""),
             state=state,
             verdict=(first.verdict if first is not None else "") or (failed[1].words if failed else ""),
@@ -201,7 +201,7 @@ class RunState:
             restarts=max((launcher.restarts for launcher in self.launchers), default=len(training.restarts)),
             restart_marks=tuple(training.restarts[-100:]),
             evaluation=training.evaluation,
-            checkpoints=tuple(self._checkpoints()),
+            checkpoints=tuple(self._checkpoints.statuses(training.saves.values())),
             ranks=tuple(
                 self.ranks.status(rank, self._facts(rank), self._end(rank), now=now, state=rank_state)
                 for rank in self._known_ranks()
@@ -273,28 +273,14 @@ class RunState:
                     self._failures[rank] = (failure.at, RankEnd("failed", words))
                     self.history.add({"kind": "exit", "at": failure.at, "rank": rank, "code": 1, "words": words})
 
-    def _checkpoints(self) -> Iterator[CheckpointStatus]:
-        """Yield the saves, newest first, with their size where they are whole and still there."""
-        there: dict[int, int] = {}
-        with contextlib.suppress(OSError):
-            for folder in self.run.checkpoints.iterdir():
-                step = folder.name.removeprefix("step-").partition("~")[0]
-                if step.isdigit() and (folder / "manifest.json").exists():
-                    there[int(step)] = self._size(folder)
-        for save in sorted(self.training.saves.values(), key=lambda save: -save.step):
-            yield CheckpointStatus(step=save.step, at=save.at, num_bytes=there.get(save.step))
 
-    def _size(self, folder: Path) -> int:
-        if folder.name not in self._sizes:  # it was published whole, so it never changes
-            self._sizes[folder.name] = sum(file.stat().st_size for file in folder.iterdir())
-        return self._sizes[folder.name]
-
-    def _job(self) -> str:
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            job = msgspec.json.decode(self.run.job.read_bytes())
-            name = str(job.get("path", "")).rpartition("/")[2]
-            return name if job.get("attribute", "job") == "job" else f"{name}:{job['attribute']}"
-        return ""
+def _job_name(run: RunDirectory) -> str:
+    """Return the file of the job, with the attribute where it is not `job`; empty for a plain script."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        job = msgspec.json.decode(run.job.read_bytes())
+        name = str(job.get("path", "")).rpartition("/")[2]
+        return name if job.get("attribute", "job") == "job" else f"{name}:{job['attribute']}"
+    return ""
 
 
 def ranks_with_files(run: RunDirectory, folders: tuple[str, ...]) -> set[int]:

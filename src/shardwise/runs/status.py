@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,8 @@ import msgspec
 from shardwise.runs.recorder import PHASES, last_mark, read_recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from shardwise.runs.directory import RunDirectory
     from shardwise.runs.recorder import Mark
@@ -165,6 +167,30 @@ class CheckpointStatus(msgspec.Struct, frozen=True, kw_only=True):
     """On disk, all ranks together; None while it is not whole or gone."""
 
 
+class CheckpointTable:
+    """Sizes of the checkpoints of a run; each is read once."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._folder = run.checkpoints
+        self._sizes: dict[str, int] = {}
+
+    def statuses(self, saves: Iterable[CheckpointStatus]) -> Iterator[CheckpointStatus]:
+        """Yield the saves, newest first, with their size where they are whole and still exist."""
+        existing: dict[int, int] = {}
+        with contextlib.suppress(OSError):
+            for folder in self._folder.iterdir():
+                step = folder.name.removeprefix("step-").partition("~")[0]
+                if step.isdigit() and (folder / "manifest.json").exists():
+                    existing[int(step)] = self._size(folder)
+        for save in sorted(saves, key=lambda save: -save.step):
+            yield CheckpointStatus(step=save.step, at=save.at, num_bytes=existing.get(save.step))
+
+    def _size(self, folder: Path) -> int:
+        if folder.name not in self._sizes:  # a checkpoint is published whole, so it never changes
+            self._sizes[folder.name] = sum(file.stat().st_size for file in folder.iterdir())
+        return self._sizes[folder.name]
+
+
 class RestartMark(msgspec.Struct, frozen=True, kw_only=True):
     """A restart of all ranks, and the step from which they went on."""
 
@@ -213,7 +239,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Share of what was on disk at first that is folded in: 1.0 when the view has seen it all once."""
 
 
-# The memory that planning predicts for a run: `monitor/predicted.py` computes it and writes predicted.json.
+# The memory that planning predicts for a run: `monitor/watch.py` computes it and writes predicted.json.
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):

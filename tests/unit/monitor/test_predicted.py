@@ -5,7 +5,7 @@ import pytest
 from runs.synthetic import empty_run
 
 from shardwise.job.load import refer
-from shardwise.monitor.predicted import predict
+from shardwise.monitor.watch import predict
 from shardwise.plans import Plan
 from shardwise.plans.toml import plan_to_toml
 from shardwise.runs.status import Predicted, read_predicted

@@ -6,7 +6,7 @@ from runs.synthetic import empty_run, record
 from shardwise.monitor.terminal import fold_ranks
 from shardwise.runs.console import rank_spans
 from shardwise.runs.recorder import Mark
-from shardwise.runs.status import RankRow, RankTable, byte_words, lag_s, time_words
+from shardwise.runs.status import RankRow, RankTable, lag_s
 
 LEADER = [
     Mark(10.0, "data", 3),
