@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from shardwise.job import schedules as schedules
     from shardwise.job.optimizers import SGD as sgd  # noqa: F401, N811 - lower case beside sw.adamw
     from shardwise.job.optimizers import AdamW as adamw  # noqa: F401, N813 - reads as what it does
-    from shardwise.launcher.local.function import launch_function as launch  # noqa: F401 - the name that _PUBLIC gives it
     from shardwise.layout import Layout as Layout
     from shardwise.parallel.apply import unwrap as unwrap
     from shardwise.parallel.gather import full_state_dict as full_state_dict
     from shardwise.plans import Plan as Plan
+    from shardwise.runner.launch import launch as launch
+    from shardwise.runner.train import train as train
     from shardwise.training.build import build_step as build_step
     from shardwise.training.build import parallelize as parallelize
     from shardwise.training.evaluate import export as export
-    from shardwise.training.train import train as train
 
 _PUBLIC = {
     "Job": ("shardwise.job", "Job"),
@@ -44,14 +44,14 @@ _PUBLIC = {
     "datasets": ("shardwise.data.datasets", ""),
     "export": ("shardwise.training.evaluate", "export"),
     "full_state_dict": ("shardwise.parallel.gather", "full_state_dict"),
-    "launch": ("shardwise.launcher.local.function", "launch_function"),
+    "launch": ("shardwise.runner.launch", "launch"),
     "losses": ("shardwise.job.losses", ""),
     "metrics": ("shardwise.job.metrics", ""),
     "models": ("shardwise.models", ""),
     "parallelize": ("shardwise.training.build", "parallelize"),
     "schedules": ("shardwise.job.schedules", ""),
     "sgd": ("shardwise.job.optimizers", "SGD"),
-    "train": ("shardwise.training.train", "train"),
+    "train": ("shardwise.runner.train", "train"),
     "unwrap": ("shardwise.parallel.apply", "unwrap"),
     "world": ("shardwise.dist", "world"),
 }

@@ -21,7 +21,7 @@ import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
 import msgspec
 
@@ -44,6 +44,8 @@ class Option:
     metavar: str | None = None
     positional: bool = False
     """An argument, on the command line and in Python, in the order of the fields."""
+    bare: str | None = None
+    """The value of a flag that is written alone; None where a value must follow."""
 
 
 def option(*flags: str, metavar: str | None = None) -> Option:
@@ -79,6 +81,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def of(cls, *arguments: Any, **options: Any) -> Self:
         """Return the Spec of flat options: positional fields in order, fields of sections by their own names."""
         fields = flat_fields(cls)
+        aliases = _aliases(cls)
         positional = [name for name, field in fields.items() if field.option.positional]
         if len(arguments) > len(positional):
             raise InputError(
@@ -89,11 +92,11 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         named = {**dict(zip(positional, arguments, strict=False)), **options}
         own: dict[str, Any] = {}
         for name, value in named.items():
-            if name not in fields:
+            if name not in aliases:
                 raise InputError(
-                    f"{cls.__name__} has no option {name!r}", code="spec.unknown-option", fix=nearest(name, fields)
+                    f"{cls.__name__} has no option {name!r}", code="spec.unknown-option", fix=nearest(name, aliases)
                 )
-            field = fields[name]
+            field = fields[aliases[name]]
             if field.section is None:
                 own[field.name] = value
             else:
@@ -114,19 +117,38 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Return a copy with other values."""
         return msgspec.structs.replace(self, **changes)
 
+    def to_argv(self) -> tuple[list[str], list[str]]:
+        """Return the options that differ from their defaults and the arguments, as a command line has them."""
+        options, arguments = list[str](), list[str]()
+        for name, field in flat_fields(type(self)).items():
+            value = getattr(getattr(self, field.section) if field.section else self, field.name)
+            values = value if isinstance(value, tuple) else (value,)
+            flag = max(field.option.flags, key=len, default=f"--{name.replace('_', '-')}")
+            if field.option.positional:
+                arguments += map(str, values)
+            elif value is True:
+                options.append(flag)
+            elif value != field.default:
+                options += [f"{flag}={one}" for one in values]
+        return options, arguments
+
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What a command answers: its figures, how they are shown, and the exit code of the command."""
 
-    exit_code: ClassVar[int] = 0
+    exit_code: int = 0
 
     def to_json(self) -> str:
         """Return the figures as indented JSON."""
         return msgspec.json.format(msgspec.json.encode(self, enc_hook=str), indent=2).decode()
 
     def to_text(self) -> str:
-        """Return the report as a terminal shows it."""
+        """Return the report as standard output shows it."""
         raise NotImplementedError
+
+    def note(self) -> str:
+        """Return what standard error gets: why a command failed, how to continue; empty where there is nothing."""
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +173,23 @@ def flat_fields(kind: type[Spec]) -> dict[str, FlatField]:
     return {_public_name(field): field for field in _walk(kind, None, None)}
 
 
+@functools.cache
+def _aliases(kind: type[Spec]) -> dict[str, str]:
+    """Return the name in `flat_fields` of every name that users may write: each long flag, and the name itself."""
+    names = {}
+    for name, field in flat_fields(kind).items():
+        for written in (name, *_long_names(field)):
+            names[written] = name
+    return names
+
+
 def _public_name(field: FlatField) -> str:
+    return next(iter(_long_names(field)), field.name)
+
+
+def _long_names(field: FlatField) -> list[str]:
     flags = [flag for flag in field.option.flags if flag.startswith("--")]
-    return flags[0].removeprefix("--").replace("-", "_") if flags else field.name
+    return [flag.removeprefix("--").replace("-", "_") for flag in flags]
 
 
 def _walk(kind: type[Spec], section: str | None, section_default: Any) -> list[FlatField]:
@@ -186,7 +222,8 @@ def _walk(kind: type[Spec], section: str | None, section_default: Any) -> list[F
 
 @functools.cache
 def _hints(kind: type[Spec]) -> dict[str, Any]:
-    return typing.get_type_hints(kind, include_extras=True)
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {name: hints[name] for name in kind.__struct_fields__}
 
 
 def _field_docs(kind: type[Spec]) -> dict[str, str]:

@@ -11,47 +11,21 @@ from pathlib import Path
 import msgspec
 
 from shardwise.environment import identify
-from shardwise.job import JobReference  # noqa: TC001 - read at run time by msgspec
+from shardwise.job import JobReference
 from shardwise.recorder.imports import be_deterministic
 from shardwise.runs import RunDirectory
 from shardwise.runs.failure import describe_failure, write_failure
 from shardwise.runs.recorder import Timeline
-
-
-class WorkerOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What the launcher tells a rank."""
-
-    run: str
-    job: JobReference
-    started_at: float
-    """Seconds since the epoch when the launcher began."""
-    plan_sources: dict[str, str]
-    """Where the launcher had each value of the plan from."""
-    backend: str | None = None
-    device: str | None = None
-    save_every: int = 0
-    """Optimizer steps between checkpoints; 0 saves only when asked to stop."""
-    keep: str = "3"
-    """Which checkpoints stay, as `--keep` says it."""
-    must_save: bool = False
-    """Whether a save that fails ends the training."""
-    resume: str = "auto"
-    """What a run without checkpoints of its own goes on from."""
-    check_replicas: int = 1000
-    """Optimizer steps between comparisons of what should be equal over ranks; 0 makes none."""
-    on_drift: str = "report"
-    """What follows when it is not: "report" or "stop"."""
-    deterministic: bool = False
+from shardwise.training.spec import RunStart, TrainSpec
 
 
 def main() -> int:
-    """Run the rank that the environment and the order on the command line describe; returns its exit code."""
-    order = msgspec.json.decode(sys.argv[1], type=WorkerOrder)
-    run = RunDirectory(Path(order.run))
-    timeline = Timeline(order.started_at)
+    """Run the rank that the environment and the Spec on the command line describe; returns its exit code."""
+    spec = TrainSpec.from_json(sys.argv[1])
+    run = RunDirectory(spec.run_dir or Path())
     rank = identify().rank
     try:
-        _train(order, run, timeline)
+        _train(spec, run)
     except BaseException as error:  # noqa: BLE001 - the funnel: whatever ended this rank is written down
         failure = describe_failure(error, rank)
         with contextlib.suppress(OSError):
@@ -62,10 +36,13 @@ def main() -> int:
     return 0
 
 
-def _train(order: WorkerOrder, run: RunDirectory, timeline: Timeline) -> None:
+def _train(spec: TrainSpec, run: RunDirectory) -> None:
+    start = msgspec.json.decode(run.start.read_bytes(), type=RunStart)
+    timeline = Timeline(start.started_at)
     timeline.mark("process")
-    if order.deterministic:
+    if spec.deterministic:
         be_deterministic(seed=None)  # the job has one
+    # These import torch, which has to find determinism set.
     from shardwise.checkpoint import CheckpointFolder
     from shardwise.dist import world
     from shardwise.job import load_job
@@ -73,29 +50,17 @@ def _train(order: WorkerOrder, run: RunDirectory, timeline: Timeline) -> None:
     from shardwise.training.train import train
 
     timeline.mark("import")
-    job = load_job(order.job)
-    plan = replace(read_plan(run.plan), sources=order.plan_sources)
+    job = load_job(msgspec.json.decode(run.job.read_bytes(), type=JobReference))
+    plan = replace(read_plan(run.plan), sources=start.plan_sources)
     timeline.mark("job")
-    with world(backend=order.backend, device=order.device) as here:
+    with world(backend=spec.place.backend, device=spec.place.device) as here:
         timeline.mark("world")
         if plan.layout.world_size != here.size:
             plan = plan.refit(here.size)  # nodes were lost, or have joined
-        # A restart finds what the attempt before it saved, if that was one whole checkpoint at least.
-        resume = "auto" if CheckpointFolder(run.checkpoints).paths() else order.resume
-        train(
-            job,
-            plan,
-            here,
-            run=run,
-            show_progress=False,
-            timeline=timeline,
-            save_every=order.save_every,
-            keep=order.keep,
-            must_save=order.must_save,
-            check_replicas=order.check_replicas,
-            on_drift=order.on_drift,
-            resume=resume,
-        )
+        save = spec.save
+        if CheckpointFolder(run.checkpoints).paths():
+            save = save.replace(resume="auto")  # a restart finds what the attempt before it saved
+        train(job, plan, here, run=run, show_progress=False, timeline=timeline, save=save, replicas=spec.replicas)
 
 
 if __name__ == "__main__":

@@ -92,6 +92,6 @@ def test_nothing_to_resume_from_is_refused_at_once(tmp_path):
     (tmp_path / "job.py").write_text(JOB)
     code, output = finish(start(tmp_path, "--resume", "nowhere"))
     assert code == 2
-    assert "--resume nowhere is no run directory" in output
+    assert "checkpoint.resume-not-found" in output
     assert not (tmp_path / "runs").exists()
     assert {path.name for path in tmp_path.iterdir()} <= {"job.py", "__pycache__"}

@@ -71,7 +71,7 @@ def test_two_processes_train_evaluate_and_report(tmp_path):
     assert re.search(r"step 240/240 .* loss", done.stderr)
     out = tmp_path / "out"
     assert {path.name for path in out.iterdir()} == {
-        "job.json", "plan.toml", "timeline.json", "events", "recorder", "logs", "errors",
+        "job.json", "plan.toml", "start.json", "timeline.json", "events", "recorder", "logs", "errors",
         "report.json", "report.md", "weights.pt", "environment.json",
     }  # fmt: skip
     assert [phase["name"] for phase in json.loads((out / "timeline.json").read_text())] == [

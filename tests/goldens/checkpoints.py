@@ -25,7 +25,7 @@ def _train(world, preset, path, **options):
     report = sw.train(told, plan, world, run=run_directory(path), show_progress=False, **options)
     losses = [global_loss(each, world) for each in reports]
     weights = torch.load(path / "weights.pt", weights_only=True) if world.is_main else {}
-    return {"first step": report.first_step, "losses": losses, "weights": checksums(weights)}
+    return {"first step": report.result.first_step, "losses": losses, "weights": checksums(weights)}
 
 
 def write_all(folder):
@@ -33,7 +33,7 @@ def write_all(folder):
     whole = None
     for name, (preset, num_ranks) in LAYOUTS.items():
         path = folder / name
-        results = run_ranks(_train, num_ranks, preset, path, save_every=SAVED_AT, keep=9, resume="never")
+        results = run_ranks(_train, num_ranks, preset, path, save_every=SAVED_AT, keep="9", resume="never")
         whole = whole or results[0]
         [saved] = [each for each in (path / "checkpoints").iterdir() if each.name.endswith(str(SAVED_AT))]
         shutil.rmtree(FOLDER / name, ignore_errors=True)

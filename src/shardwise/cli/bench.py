@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from shardwise.cli.main import LazyGroup
-from shardwise.errors import InputError
+from shardwise.errors import InputError, LaunchError
 from shardwise.runs.console import complain, say
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from shardwise.bench.report.findings import Table
     from shardwise.job import Job, JobReference
     from shardwise.planner.settle import LocalDevice
@@ -36,10 +38,10 @@ def command() -> None:
 
 def bench_device(asked: str | None, backend: str | None, nproc: int) -> tuple[LocalDevice, str]:
     """Return what settling must know of the device, and the device that ranks open: gloo's may share one GPU."""
-    from shardwise.cli.train import this_device
+    from shardwise.planner.job_plan import local_device
 
     shares = backend == "gloo"
-    where = this_device(asked, 1 if shares else nproc)
+    where = local_device(asked, 1 if shares else nproc)
     return where, "cuda:0" if shares and where.kind == "cuda" else where.kind
 
 
@@ -74,3 +76,43 @@ def show_table(table: Table) -> None:
     for row in rows:
         first, *others = zip(row, widths, strict=True)
         say("  ".join([first[0].ljust(first[1]), *(text.rjust(width) for text, width in others)]).rstrip())
+
+
+# Options of bench about where ranks compute and what they talk over.
+
+
+def place_options(
+    *, device: str, backend: str, devices: Sequence[str] = ("cpu", "cuda")
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what adds --device, one of `devices`, and --backend, in small letters, with these words of help.
+
+    Backend mpi alone asks for the CPU, and with anything else is refused.
+    """
+    options = (
+        click.option("--device", type=click.Choice(devices), callback=_settle_device, help=device),
+        # Eager, so that it is known when --device is settled.
+        click.option("--backend", metavar="NAME", is_eager=True, callback=_lower, help=backend),
+    )
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+def _lower(_context: click.Context, _option: click.Parameter, name: str | None) -> str | None:
+    return None if name is None else name.lower()
+
+
+def _settle_device(context: click.Context, _option: click.Parameter, asked: str | None) -> str | None:
+    if context.params["backend"] != "mpi":
+        return asked
+    if asked not in (None, "cpu"):
+        raise LaunchError(
+            f"--device {asked}, but --backend mpi carries tensors of the CPU alone",
+            code="world.backend-device-mismatch",
+            fix="leave --device out, or use --backend nccl",
+        )
+    return "cpu"

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.bench import warn_if_busy
-from shardwise.cli.train_options import place_options
+from shardwise.cli.bench import place_options, warn_if_busy
 from shardwise.environment import identify
 from shardwise.errors import InputError
 from shardwise.runs.console import CHECK_FAILED, DONE, complain, say
@@ -148,9 +147,9 @@ def _check_start(spec: CommSpec, nproc: int | None) -> int | None:
     from shardwise.bench.comm.limits import check_room
     from shardwise.bench.comm.spec import group_ranks
     from shardwise.bench.ranks import require_backend
-    from shardwise.cli.train import this_device
     from shardwise.hardware import probe_gpus
     from shardwise.hardware.probe import available_memory
+    from shardwise.planner.job_plan import local_device
 
     if identify().world_size > 1:
         return nproc
@@ -158,7 +157,7 @@ def _check_start(spec: CommSpec, nproc: int | None) -> int | None:
         require_backend(spec.backend)
     gpus = len(probe_gpus()) if spec.device != "cpu" else 0
     count = nproc or gpus or 2
-    this_device(spec.device, 1 if spec.backend == "gloo" else count)
+    local_device(spec.device, 1 if spec.backend == "gloo" else count)
     places = tuple((0, rank) for rank in range(count))
     smallest = min(len(group_ranks(group, places, spec.layout)[0]) for group in spec.groups)
     if spec.root >= smallest:

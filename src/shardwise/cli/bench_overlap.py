@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.cli.bench import bench_device, load_torch_job, show_table, warn_if_busy
-from shardwise.cli.train_options import place_options
+from shardwise.cli.bench import bench_device, load_torch_job, place_options, show_table, warn_if_busy
 from shardwise.environment import identify
 from shardwise.errors import InputError
 from shardwise.runs.console import DONE, say
@@ -71,7 +70,7 @@ def command(
 ) -> int:
     """Measure a step of the Job in JOB.py with, without, and of communication alone, under settings of a plan."""
     from shardwise.bench.overlap import Effort, advise, advised_plan, check_plan, measure_overlap
-    from shardwise.cli.train import split_settings
+    from shardwise.planner.job_plan import split_settings
     from shardwise.planner.settle import settle
 
     _check_files(out, report)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.cli.train_options import place_options
+from shardwise.cli.bench import place_options
 from shardwise.environment import identify
 from shardwise.errors import InputError
 from shardwise.runs.console import CHECK_FAILED, DONE, say
@@ -81,8 +81,8 @@ def command(
 
 def _check_ranks(nproc: int | None, device: str | None, backend: str | None) -> None:
     """Refuse what ranks could not do, before any is started."""
-    from shardwise.cli.train import this_device
     from shardwise.hardware import probe_gpus
+    from shardwise.planner.job_plan import local_device
 
     size = identify().world_size
     if max(nproc or 1, size) < 2:
@@ -100,7 +100,7 @@ def _check_ranks(nproc: int | None, device: str | None, backend: str | None) -> 
             code="launch.nproc-exceeds-gpus",
             fix="add --backend gloo, whose ranks may share one, or --device cpu",
         )
-    this_device(device, 1)
+    local_device(device, 1)
 
 
 def _show(pairs: Pairs, *, as_json: bool, report: Path | None) -> None:

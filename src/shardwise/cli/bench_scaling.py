@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.bench import bench_device, load_torch_job, show_table, warn_if_busy
-from shardwise.cli.describe import describe_job
+from shardwise.cli.bench import bench_device, load_torch_job, place_options, show_table, warn_if_busy
 from shardwise.cli.main import refuse_started_ranks
-from shardwise.cli.train_options import place_options
 from shardwise.environment import num_threads
 from shardwise.errors import InputError
+from shardwise.planner.job_plan import describe_job
 from shardwise.runs.console import DONE, complain, say
 
 if TYPE_CHECKING:
@@ -115,8 +114,8 @@ def _read_ranks(options: dict[str, Any]) -> tuple[int, ...]:
 def _measure_job(script: str, options: dict[str, Any]) -> tuple[list[ScalingCurve], bool, str]:
     """Return the curves of a job, whether it ran on the CPU, and a title."""
     from shardwise.bench.scaling import MODES, ScalingCase, measure_job, plan_for
-    from shardwise.cli.train import split_settings
     from shardwise.parallel.support import require_supported
+    from shardwise.planner.job_plan import split_settings
 
     ranks = _read_ranks(options)
     reference, overrides = split_settings(script, options["settings"])

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.cli.bench import load_torch_job
-from shardwise.cli.describe import describe_job
-from shardwise.cli.train_options import place_options
+from shardwise.cli.bench import load_torch_job, place_options
 from shardwise.environment import identify
 from shardwise.errors import InputError, JobError
+from shardwise.planner.job_plan import describe_job
 from shardwise.runs.console import DONE, complain, say
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def command(
 
     Starts its own ranks; under srun, torchrun or shardwise launch it is one of theirs.
     """
-    from shardwise.cli.train import split_settings, this_device
+    from shardwise.planner.job_plan import local_device, split_settings
     from shardwise.planner.settle import settle
 
     me = identify()
@@ -75,7 +74,7 @@ def command(
     loaded = load_torch_job(reference)
     local = nproc or me.local_world_size
     kind = device.partition(":")[0] if device else None
-    where = this_device(kind, 1 if device == "cuda:0" or fake_world else local)
+    where = local_device(kind, 1 if device == "cuda:0" or fake_world else local)
     plan = settle(
         plan_spec,
         batch_size=loaded.batch_size,

@@ -110,15 +110,16 @@ def _kinds(asked: Sequence[str], *, is_script: bool) -> list[Kind]:
 
 def _job(job: str, arguments: tuple[str, ...], options: dict[str, Any]) -> DrillTarget:
     """Return a described job, a few steps long, as `train` would launch it."""
-    from shardwise.cli.join import write_run_inputs
-    from shardwise.cli.train import split_settings, this_device
-    from shardwise.cli.train_nodes import worker_spec
     from shardwise.doctor.drill.drill import DrillTarget, save_interval
     from shardwise.job import load_job
     from shardwise.job.engine import engine_of
     from shardwise.job.job import LENGTHS
+    from shardwise.launcher.spec import DeviceSpec
     from shardwise.parallel.support import require_supported
+    from shardwise.planner.job_plan import local_device, split_settings
     from shardwise.planner.settle import settle
+    from shardwise.runner.local import worker_launch, write_run_inputs
+    from shardwise.training.spec import SaveSpec, TrainSpec
 
     if arguments:
         raise InputError(
@@ -142,7 +143,7 @@ def _job(job: str, arguments: tuple[str, ...], options: dict[str, Any]) -> Drill
             code="support.mlx-model",
             fix="shardwise verify --resume kills and resumes it",
         )
-    where = this_device(options["device"], nproc)
+    where = local_device(options["device"], nproc)
     plan = settle(
         options["plan_spec"] or "auto",
         batch_size=loaded.batch_size,
@@ -151,28 +152,25 @@ def _job(job: str, arguments: tuple[str, ...], options: dict[str, Any]) -> Drill
         overrides=overrides,
     )
     require_supported(plan)
-    order = {
-        "job": reference,
-        "plan_sources": dict(plan.sources),
-        "backend": options["backend"],
-        "device": where.kind,
-        "save_every": save_interval(steps),
-        "resume": "never",
-    }
+    train_spec = TrainSpec(
+        job=job,
+        place=DeviceSpec(device=where.kind, backend=options["backend"]),
+        save=SaveSpec(every=save_interval(steps), resume="never"),
+    )
 
     def spec(run: RunDirectory) -> LocalLaunch:
-        write_run_inputs(run, reference, plan)
-        return worker_spec({**order, "started_at": time.time()}, run, nproc=nproc, max_restarts=0, record=True)
+        write_run_inputs(run, reference, plan, started_at=time.time())
+        return worker_launch(train_spec, run, nproc=nproc)
 
     return DrillTarget(name=reference.name, spec=spec, steps=steps)
 
 
 def _script(path: str, arguments: tuple[str, ...], options: dict[str, Any]) -> DrillTarget:
     """Return a script as `launch` would start it."""
-    from shardwise.cli.train_nodes import PRELOAD
     from shardwise.doctor.drill.drill import DrillTarget
     from shardwise.launcher.local.attempts import LocalLaunch
     from shardwise.launcher.local.target import Script, check_target
+    from shardwise.runner.local import PRELOAD
 
     if given := [option for name, option in _OF_A_JOB.items() if options[name]]:
         raise InputError(

@@ -52,8 +52,8 @@ def command(*, preset: str | None, as_shell: bool, nproc: int, path: Path | None
 
 
 def _lint(preset: str | None, nproc: int) -> list[Verdict]:
-    from shardwise.cli.sinks import preset_variables
     from shardwise.doctor.env_rules import lint
+    from shardwise.runner.presets import preset_variables
 
     found = lint({**variables(""), **preset_variables(preset)}, _here(nproc))
     return [*found.explained, *found.found]
@@ -79,7 +79,7 @@ def _here(nproc: int) -> EnvironmentFacts:
 def _effects(path: Path) -> list[Verdict]:
     import msgspec
 
-    from shardwise.cli.sinks import run_effects
+    from shardwise.runner.presets import run_effects
 
     run = RunDirectory(path)
     try:

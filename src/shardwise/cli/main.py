@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import re
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.describe import unknown_option
 from shardwise.environment import MPI_STARTERS, Identity, identify
 from shardwise.errors import EnvironmentVariablesError, InputError, ShardwiseError, nearest, with_code
 from shardwise.runs.console import BAD_INPUT, INTERRUPTED, complain, say
@@ -166,5 +166,25 @@ def _text_of(error: click.ClickException) -> str:
     if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):  # since click 8.2
         return error.format_message()
     if isinstance(error, click.NoSuchOption):
-        return f"shardwise: {unknown_option(error)}"
+        return f"shardwise: {_unknown_option(error)}"
     return f"shardwise: {' '.join(error.format_message().split())}"
+
+
+def _unknown_option(error: click.NoSuchOption) -> str:
+    """Return the sentence for an option that does not exist: a key of --set by that name, else the nearest option."""
+    name = error.option_name
+    fact = f"there is no option {name}"
+    if error.ctx is None:
+        return fact
+    options = []
+    for parameter in error.ctx.command.params:
+        options += [option for option in parameter.opts if option.startswith("--")]
+    if "--set" in options:
+        from shardwise.planner.job_plan import keys_ending_in, set_keys
+
+        found = keys_ending_in(name.strip("-").replace("-", "_"), set_keys())
+        if found:
+            return f"{fact}: use {' or '.join(f'--set {key}=VALUE' for key in found)}"
+    # Without the dashes, which every option has in common: with them --lr is like --help.
+    close = difflib.get_close_matches(name.strip("-"), [option.strip("-") for option in options], n=1)
+    return f"{fact}: " + (f"did you mean --{close[0]}?" if close else f"{error.ctx.command_path} --help lists them")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import click
 import msgspec
 
-from shardwise.runs.console import say
+from shardwise.runs.console import complain, say
 from shardwise.spec import FlatField, Report, Spec, flat_fields, plain_type
 
 if TYPE_CHECKING:
@@ -44,8 +44,12 @@ def takes(kind: type[SpecT], *, without: Collection[str] = ()) -> Callable[[Call
 
 
 def present(report: Report, *, as_json: bool = False) -> int:
-    """Show a report as text or as JSON, and return the exit code of the command."""
-    say(report.to_json() if as_json else report.to_text())
+    """Show a report as text or as JSON, its note on standard error, and return the exit code of the command."""
+    text = report.to_json() if as_json else report.to_text()
+    if text:
+        say(text)
+    if report.note():
+        complain(report.note())
     return report.exit_code
 
 
@@ -61,7 +65,17 @@ def _parameter(name: str, field: FlatField) -> Callable[[Callable[..., int]], Ca
     elif not more.get("multiple"):
         more["default"] = field.default
         more["show_default"] = bool(field.default) and not more.get("is_flag")
+    if field.option.bare is not None:
+        more |= {"is_flag": False, "flag_value": field.option.bare}
+    if field.section is not None:
+        more["callback"] = lambda _context, _option, value: _checked(field, value)
     return click.option(*flags, name, metavar=field.option.metavar, help=field.help, **more)
+
+
+def _checked(field: FlatField, value: Any) -> Any:
+    """Check the value of a section at once: a script in its place would be reported as missing otherwise."""
+    field.section_default.replace(**{field.name: value})
+    return value
 
 
 def _value(hint: Any) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.cli.describe import describe_job, job_rules
 from shardwise.cli.doctor import say_json
 from shardwise.errors import InputError
+from shardwise.planner.job_plan import describe_job, job_rules
 from shardwise.runs.console import CHECK_FAILED, DONE, complain
 
 if TYPE_CHECKING:

@@ -84,10 +84,10 @@ def command(
     With --propose-rules: find tensor rules for a model that has none, confirm them, and say them as Python.
     With --resume: kill it, resume it on other ranks, and compare samples, losses and weights with a run nobody stopped.
     """
-    from shardwise.cli.train import split_settings
     from shardwise.parity import verify
     from shardwise.parity.prepare import STEPS
     from shardwise.parity.report import markdown_table
+    from shardwise.planner.job_plan import split_settings
 
     _check_place(markdown)
     reference, of_plans = split_settings(job, settings)

@@ -14,8 +14,8 @@ from shardwise.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from shardwise.monitor.ranks import Entry
     from shardwise.monitor.sink_feed import About, MetricPoint
-    from shardwise.runs.status import Entry
 
 _MOST = 1000
 """Metrics in one request, and at most 100 parameters: MLflow's limits."""
@@ -46,7 +46,7 @@ class MlflowSink:
         for start in range(0, len(metrics), _MOST):
             self._client.log_batch(self.tracker_id, metrics=metrics[start : start + _MOST])
 
-    def show_notes(self, notes: Sequence[Entry]) -> None:
+    def tell(self, notes: Sequence[Entry]) -> None:
         """Show the notes as the run's description, and count restarts in a tag."""
         lines = [f"- {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(note.at))} {note.text}" for note in notes]
         restarts = sum(note.kind == "restart" for note in notes)

@@ -19,8 +19,8 @@ from shardwise.monitor.sink_feed import as_markdown
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from shardwise.monitor.ranks import Entry
     from shardwise.monitor.sink_feed import About, MetricPoint
-    from shardwise.runs.status import Entry
 
 
 class TensorboardSink:
@@ -43,7 +43,7 @@ class TensorboardSink:
             self._last = max(self._last, point.step)
         self._writer.flush()
 
-    def show_notes(self, notes: Sequence[Entry]) -> None:
+    def tell(self, notes: Sequence[Entry]) -> None:
         """Show the notes as text; the newest text is the one that is shown."""
         lines = [f"- {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(note.at))} {note.text}" for note in notes]
         self._write_text("notes", "\n".join(lines), step=len(notes))

@@ -14,8 +14,8 @@ from shardwise.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from shardwise.monitor.ranks import Entry
     from shardwise.monitor.sink_feed import About, MetricPoint
-    from shardwise.runs.status import Entry
 
 
 class WandbSink:
@@ -59,7 +59,7 @@ class WandbSink:
             at = max(point.at for point in values)
             self._run.log({"step": step, "_timestamp": at, **{point.name: point.value for point in values}})
 
-    def show_notes(self, notes: Sequence[Entry]) -> None:
+    def tell(self, notes: Sequence[Entry]) -> None:
         """Show the notes in the run's overview, and tag a run that was restarted."""
         lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(note.at))} {note.text}" for note in notes]
         self._run.notes = "\n".join(lines)

@@ -17,9 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.runs.console import counted, rank_spans
-from shardwise.runs.status import Entry, RunStatus  # noqa: TC001 - read at run time by msgspec
-from shardwise.runs.training import Row  # noqa: TC001 - read at run time by msgspec
-from shardwise.spec import Report
 from shardwise.units import format_bytes, format_duration, format_number, format_whole
 
 if TYPE_CHECKING:
@@ -27,8 +24,9 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from shardwise.runs.state import RunState
-    from shardwise.runs.status import RankRow
+    from shardwise.monitor.ranks import Entry, RankRow, RunStatus
+    from shardwise.monitor.training import Curve, Row
+    from shardwise.monitor.view import RunView
 
 
 REFRESH_S = 0.5
@@ -42,48 +40,24 @@ _CHART_LINES = 5
 _NOTHING = "-"
 
 
-class WatchReport(Report, frozen=True, kw_only=True):
-    """A run at one moment: its status, its curves and what happened."""
-
-    status: RunStatus
-    curves: dict[str, list[Row]]
-    entries: list[Entry]
-    """The newest, oldest first."""
-
-    def to_text(self) -> str:
-        """Return the picture in plain characters, as a pipe gets it."""
-        console = Console(file=io.StringIO(), highlight=False, width=_PIPE[0], height=_PIPE[1])
-        with console.capture() as captured:
-            console.print(picture(self, console))
-        return captured.get()
-
-
-def report_of(state: RunState) -> WatchReport:
-    """Return the run as the last refresh found it."""
-    curves = {name: curve.rows() for name, curve in state.training.curves.items()}
-    return WatchReport(status=state.status(), curves=curves, entries=state.history.since(0))
-
-
-def show(state: RunState) -> None:
+def show_once(view: RunView) -> None:
     """Write one picture of the run to standard output."""
-    state.refresh_all()
+    view.refresh_whole()
     console = _console()
     with contextlib.suppress(OSError):  # a closed terminal or pipe is nobody to talk to, not a failure
-        console.print(picture(report_of(state), console))
+        console.print(picture(view, console))
 
 
-def show_live(state: RunState) -> None:
+def show_live(view: RunView) -> None:
     """Show the run until it is over; an interrupt ends the showing, and nothing else."""
     console = _console()
-    state.refresh_all()
-    with Live(
-        picture(report_of(state), console), console=console, auto_refresh=False, vertical_overflow="crop"
-    ) as live:
+    view.refresh_whole()
+    with Live(picture(view, console), console=console, auto_refresh=False, vertical_overflow="crop") as live:
         try:
-            while not state.is_over:
+            while not view.is_over:
                 time.sleep(REFRESH_S)
-                state.refresh_all()
-                live.update(picture(report_of(state), console), refresh=True)
+                view.refresh_whole()
+                live.update(picture(view, console), refresh=True)
         except KeyboardInterrupt:
             return
 
@@ -97,12 +71,12 @@ def _console() -> Console:
     return Console(file=stream, highlight=False, width=_PIPE[0], height=_PIPE[1])
 
 
-def picture(report: WatchReport, console: Console) -> RenderableType:
+def picture(view: RunView, console: Console) -> RenderableType:
     """Return the run as it is now, in no more lines than the console has where that is possible."""
-    status = report.status
+    status = view.status()
     braille = console.encoding.lower().startswith("utf")
-    parts = [*_header(status), *_charts(report.curves, console.width, braille=braille)]
-    entries = sorted(report.entries, key=lambda entry: (entry.at, entry.number))
+    parts = [*_header(status), *_charts(view.training.curves, console.width, braille=braille)]
+    entries = sorted(view.story.since(0), key=lambda entry: (entry.at, entry.number))
     taken = sum(_height(part) for part in parts)
     room = max(8, console.height - taken - 4)
     told = min(len(entries), max(3, room // 3))
@@ -160,14 +134,15 @@ def _figures(status: RunStatus) -> list[str]:
     ]
 
 
-def _charts(curves: dict[str, list[Row]], width: int, *, braille: bool) -> list[RenderableType]:
+def _charts(curves: dict[str, Curve], width: int, *, braille: bool) -> list[RenderableType]:
     shown = [(title, curves[name], style) for title, name, style in _CURVES if len(curves[name]) > 1]
     if not shown:
         return []
     grid = Table.grid(padding=(0, 2))
     each = max(16, (width - 2) // len(shown) - 12)
     cells = []
-    for title, rows, style in shown:
+    for title, curve, style in shown:
+        rows = curve.rows()
         low, high = bounds(rows, from_zero=title != "loss")
         lines = draw_curve(rows, each, _CHART_LINES, low, high, braille=braille)
         gutter = [format_number(high), *[""] * (_CHART_LINES - 2), format_number(low)]

@@ -33,7 +33,7 @@ from shardwise.parity.reference import true_double
 from shardwise.runs import EventLog
 from shardwise.runs.recorder import Timeline
 from shardwise.training.loop import run_loop
-from shardwise.training.saving import SavingSpec
+from shardwise.training.spec import SaveSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -129,8 +129,9 @@ def live(  # noqa: PLR0917 - positions of one caller
     ):
         marks = _Marks(folder.path / f"marks-{world.rank}.json")
         job = _watched(prepare_job(preparation), log, end, marks, engine=plan.engine)
-        saving = SavingSpec(folder=checkpoints, every=1) if checkpoints is not None else None
-        _, step = run_loop(job, plan, world, EventLog(None), Timeline(), saving_spec=saving)
+        _, step = run_loop(
+            job, plan, world, EventLog(None), Timeline(), checkpoints=checkpoints, save=SaveSpec(every=1)
+        )
         values = {"parameter": full_values(step.held().values.items()), "buffer": full_values(step.buffers().items())}
     if world.is_main:
         torch.save(values, folder.final)

@@ -37,6 +37,11 @@ class RunDirectory:
         return self.path / "plan.toml"
 
     @property
+    def start(self) -> Path:
+        """When the launcher began, and where each value of the plan came from (JSON)."""
+        return self.path / "start.json"
+
+    @property
     def environment(self) -> Path:
         """Environment variables that explain the run, by allow-list (JSON)."""
         return self.path / "environment.json"
@@ -70,11 +75,6 @@ class RunDirectory:
     def sinks(self) -> Path:
         """Folder of what mirrors into trackers remember and said."""
         return self.path / "sinks"
-
-    @property
-    def predicted(self) -> Path:
-        """The memory that planning predicts (JSON); absent when nobody asked for it."""
-        return self.path / "predicted.json"
 
     @property
     def report_json(self) -> Path:
@@ -144,7 +144,7 @@ class RunDirectory:
         """Delete what `create_run` made: for runs refused before their first step."""
         for name in (*_FOLDERS, "recorder", "stacks", "sinks"):
             shutil.rmtree(self.path / name, ignore_errors=True)
-        for file in (self.job, self.plan, self.environment, self.timeline):
+        for file in (self.job, self.plan, self.start, self.environment, self.timeline):
             file.unlink(missing_ok=True)
         for folder in reversed(self.made):
             with contextlib.suppress(OSError):

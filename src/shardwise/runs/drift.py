@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from shardwise.runs.console import counted, name_ranks
+from shardwise.spec import NonNegativeInt, Spec, option
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -25,14 +26,18 @@ CHECK_EVERY = 1000
 _NOBODY: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplicaSpec:
-    """How often replicas are compared, and what follows when they differ."""
+class ReplicaSpec(Spec, frozen=True, kw_only=True):
+    """How often weights that should be equal over ranks are compared, and what follows when they differ."""
 
-    every: int = CHECK_EVERY
-    """Optimizer steps between checks; 0 makes none."""
-    stop: bool = False
-    """Whether drift ends the training; else it is reported, once."""
+    every: Annotated[NonNegativeInt, option("--check-replicas", metavar="STEPS")] = 0
+    """Compare weights that should be equal over ranks every so many steps; 0 does not."""
+    on_drift: Literal["report", "stop"] = "report"
+    """After a difference: continue, or stop all ranks."""
+
+    @property
+    def stops(self) -> bool:
+        """Whether a difference stops the ranks."""
+        return self.on_drift == "stop"
 
 
 class Cause(Enum):

@@ -9,43 +9,24 @@ import msgspec
 
 from shardwise.data.loaders import dataset_of
 from shardwise.errors import TrainingError
-from shardwise.runs.drift import ReplicaSpec
+from shardwise.runs.drift import CHECK_EVERY, ReplicaSpec
 from shardwise.training.build import build_step
 from shardwise.training.evaluate import evaluate
 from shardwise.training.journal import Journal, start_report
 from shardwise.training.replicas import Replicas
 from shardwise.training.saving import Saving, stop_requests
+from shardwise.training.spec import SaveSpec, TrainResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from shardwise.dist import World
     from shardwise.job import Job
     from shardwise.plans import Plan
     from shardwise.runs import EventLog
     from shardwise.runs.recorder import Timeline
-    from shardwise.training.saving import SavingSpec
     from shardwise.training.step.step import Mark, Step
-
-
-class TrainReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a training came to."""
-
-    steps: int
-    """Of the whole training, those before `first_step` included."""
-    first_step: int
-    """Where this run began: 0, or the step of the checkpoint that it resumed from."""
-    samples: int
-    """Of the steps from `first_step` on."""
-    skipped: int
-    """Steps whose gradient was not finite, on which the optimizer stood still."""
-    loss: float
-    """Mean over the global batch of the last step."""
-    evaluation: dict[str, float]
-    """Loss and metrics over the whole test split after the last step; empty without one."""
-    training_s: float
-    """From the first step's start to the last step's end, evaluations included."""
-    samples_per_s: float
 
 
 def run_loop(
@@ -55,24 +36,24 @@ def run_loop(
     events: EventLog,
     timeline: Timeline,
     *,
-    saving_spec: SavingSpec | None = None,
-    replica_spec: ReplicaSpec | None = None,
+    checkpoints: Path | None = None,
+    save: SaveSpec = SaveSpec(),  # noqa: B008 - frozen
+    replicas: ReplicaSpec = ReplicaSpec(every=CHECK_EVERY),  # noqa: B008 - frozen
     mark: Mark | None = None,
-) -> tuple[TrainReport, Step]:
+) -> tuple[TrainResult, Step]:
     """Train `job` under `plan` to its end; called on every rank. Returns the report and the step that got there.
 
-    With a `saving_spec` it goes on where the last one ended, saves as told, and leaves when it is asked to stop.
-    `replica_spec` says how often what should be equal over ranks is compared; None: as by default.
-    `mark(phase, step)` is told when each phase of `run.recorder.PHASES` between the first and the last begins.
+    With a folder for `checkpoints` it resumes and saves as `save` says, and leaves when it is asked to stop.
+    `mark(phase, step)` is called when each phase of `run.recorder.PHASES` between the first and the last begins.
     """
-    saving = Saving(saving_spec, job, plan, world, events) if saving_spec is not None else None
-    replicas = Replicas(replica_spec or ReplicaSpec(), plan, world, events)
-    step = _begin(job, plan, world, events, saving, before_update=replicas.tap if world.size > 1 else None, mark=mark)
+    saving = Saving(save, checkpoints, job=job, plan=plan, world=world, events=events) if checkpoints else None
+    watch = Replicas(replicas, plan, world, events)
+    step = _begin(job, plan, world, events, saving, before_update=watch.tap if world.size > 1 else None, mark=mark)
     first_step = step.number
     test_set = dataset_of(job, "test")
     timeline.mark("model and data")
     events.write("start", **start_report(job, plan, world, step))
-    replicas.start(step)
+    watch.start(step)
 
     journal = Journal(world, events, step.mark)
     evaluation: dict[str, float] = {}
@@ -90,7 +71,7 @@ def run_loop(
             # What a checkpoint holds is in the log before it: a crash leaves no gap in the curve.
             is_due = is_end or (saving is not None and saving.is_due(step))
             is_stopping = journal.add(report, publish=is_due, stop=stop.is_set)
-            replicas.after(step, batch, is_due=is_due)
+            watch.after(step, batch, is_due=is_due)
             if test_set is not None and is_end:
                 step.mark("evaluate", step.number)
                 evaluation = evaluate(job, plan, world, step=step, dataset=test_set)
@@ -132,7 +113,7 @@ def _begin(
 
 def _conclude(
     journal: Journal, steps: int, first_step: int, evaluation: dict[str, float], training_s: float
-) -> TrainReport:
+) -> TrainResult:
     """Sum up; a training that learnt nothing is an error."""
     if journal.skipped == steps - first_step > 0:
         raise TrainingError(
@@ -140,7 +121,7 @@ def _conclude(
             code="train.no-finite-gradient",
             fix="lower the learning rate, set clip_norm, or look for NaN in the data and the loss",
         )
-    return TrainReport(
+    return TrainResult(
         steps=steps,
         first_step=first_step,
         samples=journal.samples,

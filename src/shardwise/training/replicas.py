@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shardwise.layout import Layout
     from shardwise.plans import Plan
     from shardwise.runs import EventLog
+    from shardwise.runs.drift import ReplicaSpec
     from shardwise.training.step.step import Step
 
 
@@ -69,7 +70,7 @@ class Replicas:
             self._last_equal = step.number
             return
         self._is_on = False  # replicas that differ stay different
-        if self._spec.stop:
+        if self._spec.stops:
             raise TrainingError(str(drift), code="train.replicas-drifted")
         if self._world.is_main:
             self._events.write("verdict", text=str(drift))

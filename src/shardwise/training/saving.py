@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ from shardwise.checkpoint import (
 from shardwise.checkpoint.dtypes import DTYPES
 from shardwise.errors import InputError, ShardwiseError, nearest
 from shardwise.runs.console import PREEMPTED
-from shardwise.runs.directory import Keep
+from shardwise.runs.directory import parse_keep
 from shardwise.runs.failure import NOT_SAVED
 from shardwise.training.state import (
     UPDATE,
@@ -49,38 +48,25 @@ if TYPE_CHECKING:
     from shardwise.job import Job
     from shardwise.plans import Plan
     from shardwise.runs import EventLog
+    from shardwise.training.spec import SaveSpec
     from shardwise.training.step.step import Step
-
-
-@dataclass(frozen=True, kw_only=True)
-class SavingSpec:
-    """Where, how often and how many checkpoints; and what to go on from."""
-
-    folder: Path
-    every: int = 0
-    """Optimizer steps between saves; 0 saves only when the run is asked to stop."""
-    keep: Keep = field(default_factory=lambda: Keep(last=3))
-    """Which stay. Where it wants the best by a metric, every evaluation is followed by a save."""
-    must_save: bool = False
-    """Whether a save that fails ends the training; else it is told, and training goes on with what was saved before."""
-    resume: str = "auto"
-    """"auto" goes on from the newest good checkpoint in `folder`, "never" from none, else the path of one."""
 
 
 class Saving:
     """Saves in the background while training goes on; on every rank alike."""
 
-    def __init__(self, spec: SavingSpec, job: Job, plan: Plan, world: World, events: EventLog) -> None:
+    def __init__(self, spec: SaveSpec, folder: Path, *, job: Job, plan: Plan, world: World, events: EventLog) -> None:
+        keep = parse_keep(spec.keep)
         metrics = {"loss", *job.metrics}
-        if spec.keep.metric and spec.keep.metric not in metrics:
+        if keep.metric and keep.metric not in metrics:
             raise InputError(
-                f"the checkpoint with the best {spec.keep.metric!r} is to stay, which the job does not measure",
+                f"the checkpoint with the best {keep.metric!r} is to stay, which the job does not measure",
                 code="train.keep-metric-unknown",
-                fix=nearest(spec.keep.metric, metrics),
+                fix=nearest(keep.metric, metrics),
             )
         if job.state is not None:
             split_state(job.state.state_dict())  # what no checkpoint can hold is refused now, not at the first save
-        self.spec = spec
+        self.spec, self.folder, self.keep = spec, folder, keep
         self._job, self._plan, self._world, self._events = job, plan, world, events
         self._group = world.own_host_group() if world.size > 1 else None
         self._saver = AsyncSaver(self._group)
@@ -96,7 +82,7 @@ class Saving:
         if self.spec.resume == "never":
             return None
         is_auto = self.spec.resume == "auto"
-        path = self.spec.folder if is_auto else Path(self.spec.resume)
+        path = self.folder if is_auto else Path(self.spec.resume)
         step = Resuming(path, self._job, self._plan, self._world, self._note).run(build, self._group)
         if step is None and not is_auto:
             raise InputError(
@@ -118,7 +104,7 @@ class Saving:
         if not self._has_checked_states:
             plain_states(step.optimized)  # made in the first step; what no checkpoint can hold is refused there
             self._has_checked_states = True
-        is_asked = is_stopping or self.is_due(step) or (evaluation and self.spec.keep.best)
+        is_asked = is_stopping or self.is_due(step) or (evaluation and self.keep.best)
         if not (is_asked and step.length.syncs_after(step.number)):
             return
         step.mark("save", step.number)
@@ -143,16 +129,16 @@ class Saving:
             tensors |= own
         try:
             if not self._has_shared_storage:
-                check_storage(self.spec.folder, group=self._group)
+                check_storage(self.folder, group=self._group)
                 self._has_shared_storage = True
-            stall = self._saver.save(self.spec.folder, step.number, tensors, facts)
+            stall = self._saver.save(self.folder, step.number, tensors, facts)
         except CheckpointError as error:
             self._tell_failure(error)
             return
         self._last_saved = step.number
         self._events.write("save", step=step.number, stall_s=waited_s + stall.stall_s, bytes=stall.bytes_here)
         if self._world.is_main and previous is not None:
-            CheckpointFolder(self.spec.folder).prune(self.spec.keep)
+            CheckpointFolder(self.folder).prune(self.keep)
 
     def _settle(self) -> SaveReport | None:
         """Wait for the save under way: one that failed does not keep the next from its turn."""
@@ -172,7 +158,7 @@ class Saving:
             self._last_saved = None
             self._tell_failure(error)
         if self._world.is_main:
-            CheckpointFolder(self.spec.folder).prune(self.spec.keep)
+            CheckpointFolder(self.folder).prune(self.keep)
         self._events.write("saved", waited_s=time.perf_counter() - began)
 
     def _tell_failure(self, error: CheckpointError) -> None:

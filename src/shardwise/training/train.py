@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 from shardwise.planner.settle import with_engine_of
 from shardwise.runs import EventLog
-from shardwise.runs.directory import parse_keep
 from shardwise.runs.drift import CHECK_EVERY, ReplicaSpec
 from shardwise.runs.progress import ProgressView, write_report
 from shardwise.runs.recorder import Recorder, Timeline
 from shardwise.training.evaluate import export_adapters, write_weights
-from shardwise.training.loop import TrainReport, run_loop
-from shardwise.training.saving import SavingSpec
+from shardwise.training.loop import run_loop
+from shardwise.training.spec import SaveSpec, TrainResult
 
 if TYPE_CHECKING:
     from shardwise.dist import World
@@ -30,21 +29,13 @@ def train(
     run: RunDirectory | None = None,
     show_progress: bool = True,
     timeline: Timeline | None = None,
-    save_every: int = 0,
-    keep: int | str = 3,
-    must_save: bool = False,
-    resume: str = "auto",
-    check_replicas: int = CHECK_EVERY,
-    on_drift: str = "report",
-) -> TrainReport:
-    """Train `job` under `plan` in a world that is already there; called on every rank, starts no processes.
+    save: SaveSpec = SaveSpec(),  # noqa: B008 - frozen
+    replicas: ReplicaSpec = ReplicaSpec(every=CHECK_EVERY),  # noqa: B008 - frozen
+) -> TrainResult:
+    """Train `job` under `plan` in a world that already exists; called on every rank, starts no processes.
 
-    With `run`, events, the last phases, checkpoints, the trained weights and a report are written there; rank 0 shows
-    progress unless told not to. `save_every` counts optimizer steps (0: only when asked to stop); `keep` is how many
-    checkpoints stay, or rules such as "3,2d,max:accuracy"; with `must_save` a save that fails ends the training, else
-    it is told; `resume` is "auto" (the newest good one of this run), "never", or the path of a checkpoint or a run.
-    Weights that should be equal over ranks are compared every `check_replicas` steps (0: never); where they are not,
-    `on_drift` is "report" or "stop".
+    With `run`, events, the last phases, checkpoints as `save` asks for them, the trained weights and a report are
+    written there. Rank 0 shows progress unless `show_progress` is false.
     """
     plan = with_engine_of(plan, job)
     timeline = timeline or Timeline(time.time())
@@ -52,19 +43,15 @@ def train(
     events = EventLog(run.events(world.rank) if run else None, view.show if view else None)
     recorder = _open_recorder(run, world.rank, events) if run is not None else None
     try:
-        saving = None
-        if run is not None:
-            saving = SavingSpec(
-                folder=run.checkpoints, every=save_every, keep=parse_keep(str(keep)), must_save=must_save, resume=resume
-            )
         report, step = run_loop(
             job,
             plan,
             world,
             events,
             timeline,
-            saving_spec=saving,
-            replica_spec=ReplicaSpec(every=check_replicas, stop=on_drift == "stop"),
+            checkpoints=run.checkpoints if run else None,
+            save=save,
+            replicas=replicas,
             mark=recorder.mark if recorder else None,
         )
         if run is not None:
@@ -85,7 +72,7 @@ def train(
 
 
 def _open_recorder(run: RunDirectory, rank: int, events: EventLog) -> Recorder | None:
-    """Begin this rank's record; where a file cannot be mapped or the disk is full, training goes on without."""
+    """Begin this rank's record; where a file cannot be mapped or the disk is full, training continues without."""
     try:
         recorder = Recorder(run.recorder(rank))
     except OSError as error:

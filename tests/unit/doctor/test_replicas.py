@@ -33,7 +33,7 @@ def watched(folder, spoil, *, every=1, nproc=2, stop=False):
     run = RunDirectory(folder)
     run_ranks(script, nproc, run, every, spoil)
     said = []
-    watch = ReplicaWatch(run, ReplicaSpec(every=every, stop=stop), said.append)
+    watch = ReplicaWatch(run, ReplicaSpec(every=every, on_drift="stop" if stop else "report"), said.append)
     watch.follow(range(nproc))
     return said, watch.tick()
 

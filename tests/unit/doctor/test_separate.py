@@ -9,10 +9,11 @@ import torch._dynamo  # by optimizers, on every rank otherwise
 import torch.distributed as dist
 from torch.distributed import rpc
 
-from shardwise.doctor.guard.guard import Guard, HangLimits, describe_separate
+from shardwise.doctor.guard.guard import Guard, describe_separate
 from shardwise.launcher.local.attempts import LocalLaunch, launch
 from shardwise.launcher.local.function import run_forked
 from shardwise.launcher.local.target import Script
+from shardwise.launcher.spec import HangSpec
 from shardwise.recorder import start_record
 from shardwise.recorder.replicas import OTHER_TRANSPORTS
 from shardwise.runs import create_run
@@ -84,7 +85,7 @@ def test_two_ranks_that_train_without_a_process_group_are_noted(tmp_path, monkey
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("TP_SOCKET_IFNAME", "lo")
     run, said = create_run(tmp_path / "run", "run"), []
-    guard = Guard(run, HangLimits(), said.append)
+    guard = Guard(run, HangSpec(), said.append)
     guard.follow(range(2))
 
     def body(rank):
@@ -135,7 +136,7 @@ def test_the_note_comes_while_the_script_runs_and_only_once(tmp_path, monkeypatc
         said.append(text)
         (tmp_path / "noted").touch()
 
-    guard = Guard(run, HangLimits(), say)
+    guard = Guard(run, HangSpec(), say)
     guard.follow(range(2))
     spec = LocalLaunch(target=Script("script.py"), nproc=2, record=True, preload=("torch", "torch._dynamo"))
     launched = launch(spec, run, observers=[guard])

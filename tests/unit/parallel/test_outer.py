@@ -17,14 +17,14 @@ from shardwise.parity.plans import changed_numbers, settle_plan
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Precision
 from shardwise.runs import EventLog
-from shardwise.runs.directory import Keep
 from shardwise.runs.drift import ReplicaSpec
 from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step
 from shardwise.training.loop import run_loop
 from shardwise.training.reading import Length
-from shardwise.training.saving import SavingSpec, StoppedError
+from shardwise.training.saving import StoppedError
+from shardwise.training.spec import SaveSpec
 
 FP64 = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp64")
 ROUND, STEPS, SYNCS = 3, 7, (3, 5, 7)
@@ -132,7 +132,20 @@ def test_a_round_of_one_step_is_ddp_to_the_bit():
         )
 
 
-def looped(world, *, name="ddp", job=None, folder=None, replica_spec=None, save_every=0, resume="auto", **options):
+RARELY = ReplicaSpec(every=1000)
+
+
+def looped(
+    world,
+    *,
+    name="ddp",
+    job=None,
+    folder=None,
+    replicas=RARELY,
+    save_every=0,
+    resume="auto",
+    **options,
+):
     """Train in the loop; return losses by step, verdicts, and the final state on rank 0 (None when stopped)."""
     losses, verdicts = {}, []
 
@@ -141,14 +154,12 @@ def looped(world, *, name="ddp", job=None, folder=None, replica_spec=None, save_
         if event["kind"] == "verdict":
             verdicts.append(event["text"])
 
-    saving = None
-    if folder is not None:
-        saving = SavingSpec(folder=folder, every=save_every, keep=Keep(last=9), resume=resume)
+    save = SaveSpec(every=save_every, keep="9", resume=resume)
     plan = plan_for(world, name, **options)
     job = job or make_job(optimizer=sw.adamw(lr=1e-2))
     try:
         _, step = run_loop(
-            job, plan, world, EventLog(None, listen), Timeline(), saving_spec=saving, replica_spec=replica_spec
+            job, plan, world, EventLog(None, listen), Timeline(), checkpoints=folder, save=save, replicas=replicas
         )
     except StoppedError:
         return losses, verdicts, None
@@ -164,7 +175,7 @@ def test_the_loss_is_the_mean_over_what_all_replicas_count():
 
 
 def test_replicas_are_compared_when_they_have_met():
-    for _, verdicts, _ in run_ranks(looped, 2, sync_every=ROUND, replica_spec=ReplicaSpec(every=1, stop=True)):
+    for _, verdicts, _ in run_ranks(looped, 2, sync_every=ROUND, replicas=ReplicaSpec(every=1, on_drift="stop")):
         assert verdicts == []
 
 

@@ -16,7 +16,7 @@ from shardwise.runs import EventLog
 from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
 from shardwise.training.loop import run_loop
-from shardwise.training.saving import SavingSpec
+from shardwise.training.spec import SaveSpec
 
 UNUSED = {"communication.find_unused_parameters": "true"}
 
@@ -354,8 +354,8 @@ def test_states_of_scalars_are_resumed(name, tmp_path):
         job, losses = points_job(Odd, steps=4), {}
         plan = dataclasses.replace(sw.Plan.preset(name, world.size, batch_size=8), precision=FP64)
         events = EventLog(None, lambda event: losses.update(enumerate(event.get("losses", []), event.get("first", 0))))
-        spec = SavingSpec(folder=tmp_path, every=2, **options)
-        run_loop(job, plan, world, events, Timeline(), saving_spec=spec)
+        save = SaveSpec(every=2, **options)
+        run_loop(job, plan, world, events, Timeline(), checkpoints=tmp_path, save=save)
         return losses
 
     uninterrupted = run_ranks(body, 2)[0]

@@ -13,11 +13,10 @@ import torch
 import shardwise as sw
 from shardwise.plans import Plan, Precision
 from shardwise.runs import EventLog
-from shardwise.runs.directory import Keep
 from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
 from shardwise.training.loop import run_loop
-from shardwise.training.saving import SavingSpec
+from shardwise.training.spec import SaveSpec
 
 FP64 = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp64")
 ROWS, BATCH = 46, 8
@@ -65,8 +64,9 @@ def make_job(log, epochs):
 def train(world, name, folder, attempt, epochs):
     log = folder / f"{attempt}-{world.rank}.log"
     plan = Plan(**{**vars(Plan.preset(name, world.size, batch_size=BATCH)), "precision": FP64})
-    spec = SavingSpec(folder=folder / "checkpoints", every=3, keep=Keep(last=2))
-    _, step = run_loop(make_job(log, epochs), plan, world, EventLog(None), Timeline(), saving_spec=spec)
+    save = SaveSpec(every=3, keep="2")
+    job, folder = make_job(log, epochs), folder / "checkpoints"
+    _, step = run_loop(job, plan, world, EventLog(None), Timeline(), checkpoints=folder, save=save)
     return sw.full_state_dict(step.model)
 
 

@@ -94,7 +94,7 @@ def test_a_disk_that_takes_no_record_does_not_stop_the_training(tmp_path):
     run = RunDirectory(tmp_path)
     plan = Plan.preset("ddp", 1, batch_size=8)
     report = run_ranks(lambda world: sw.train(JOB, plan, world, run=run, show_progress=False), 1)[0]
-    assert report.steps == 2
+    assert report.result.steps == 2
     notes = [line for line in run.events(0).read_text().splitlines() if '"note"' in line]
     assert "phases are not recorded" in notes[0]
 

@@ -27,7 +27,8 @@ def verdicts(world, make_job, plan_name, *, every=1, stop=False, overrides=None)
     )
     found = []
     events = EventLog(None, lambda event: found.append(event) if event["kind"] == "verdict" else None)
-    report, _ = run_loop(job, plan, world, events, Timeline(), replica_spec=ReplicaSpec(every=every, stop=stop))
+    spec = ReplicaSpec(every=every, on_drift="stop" if stop else "report")
+    report, _ = run_loop(job, plan, world, events, Timeline(), replicas=spec)
     return [event["text"] for event in found], report.loss
 
 

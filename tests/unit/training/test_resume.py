@@ -18,11 +18,11 @@ from shardwise.checkpoint import CheckpointError, DamagedError, read_manifest
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Precision
 from shardwise.runs import EventLog
-from shardwise.runs.directory import Keep, parse_keep
 from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
 from shardwise.training.loop import run_loop
-from shardwise.training.saving import SavingSpec, StoppedError
+from shardwise.training.saving import StoppedError
+from shardwise.training.spec import SaveSpec
 
 FP64 = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp64")
 SAVED, STEPS = 3, 6
@@ -54,9 +54,8 @@ def trained(world, layout, folder=None, *, job=None, precision=FP64, told=False,
         notes.append(event.get("text", ""))
 
     events = EventLog(None, listen)
-    spec = SavingSpec(folder=folder, **saving) if folder is not None else None
     try:
-        _, step = run_loop(job, plan, world, events, Timeline(), saving_spec=spec)
+        _, step = run_loop(job, plan, world, events, Timeline(), checkpoints=folder, save=SaveSpec(**saving))
     except StoppedError:
         return losses, None
     result = losses, sw.full_state_dict(step.model)
@@ -142,7 +141,7 @@ def test_every_saved_layout_resumes_under_every_other(save_under, load_under, tm
 
 def test_saves_in_the_background_keep_the_newest_and_change_no_number(tmp_path):
     whole, _ = run_ranks(trained, 1, "one")[0]
-    losses, _ = run_ranks(trained, 2, "fsdp2", tmp_path, every=1, keep=Keep(last=2))[0]
+    losses, _ = run_ranks(trained, 2, "fsdp2", tmp_path, every=1, keep="2")[0]
     assert losses == pytest.approx(whole, rel=1e-9)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000005", "step-00000006"]
 
@@ -279,7 +278,7 @@ def test_the_best_by_a_metric_is_saved_when_it_is_measured_and_stays(tmp_path):
             metrics={"luck": best},
         )
 
-    run_ranks(lambda world: trained(world, "one", tmp_path, job=job(), keep=parse_keep("1,max:luck")), 1)
+    run_ranks(lambda world: trained(world, "one", tmp_path, job=job(), keep="1,max:luck"), 1)
     kept = {path.name: read_manifest(path).facts["metrics"]["luck"] for path in tmp_path.glob("step-*")}
     assert kept == pytest.approx({"step-00000002": 0.9, "step-00000004": 0.2})
 

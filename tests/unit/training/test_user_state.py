@@ -14,7 +14,7 @@ from shardwise.runs import EventLog
 from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
 from shardwise.training.loop import run_loop
-from shardwise.training.saving import SavingSpec
+from shardwise.training.spec import SaveSpec
 from shardwise.training.state import join_state, split_state
 
 STATE = {
@@ -88,7 +88,7 @@ def train(world, folder, steps, *, on_step=None, state=None):
     notes = []
     events = EventLog(None, lambda event: notes.append(event.get("text", "")))
     plan = settle("ddp", batch_size=4, world_size=world.size, device=LocalDevice())
-    run_loop(job, plan, world, events, Timeline(), saving_spec=SavingSpec(folder=folder, every=3))
+    run_loop(job, plan, world, events, Timeline(), checkpoints=folder, save=SaveSpec(every=3))
     return "; ".join(notes)
 
 

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 from shardwise.doctor.drill.faults import Fault, read_mark
 from shardwise.doctor.drill.judge import DrillEvidence, find_sign, judge, read_losses
 from shardwise.doctor.drill.rank import drill_target
-from shardwise.doctor.guard.guard import Guard, HangLimits
+from shardwise.doctor.guard.guard import Guard
 from shardwise.doctor.run.facts import read_run
 from shardwise.errors import RankFailedError
 from shardwise.launcher.explain import explain_outcome, verdict
 from shardwise.launcher.local.attempts import Launched, launch, node_environment, starter_for
 from shardwise.launcher.local.target import Program
 from shardwise.launcher.policy import Finish
+from shardwise.launcher.spec import HangSpec
 from shardwise.runs import create_run
 
 if TYPE_CHECKING:
@@ -149,7 +150,8 @@ class _Ground:
         if self._hang_after_s:
             # A frozen rank is let go, and all go on; wrong numbers stop the ranks, a slow start does not.
             stop = fault.kind == "mismatch"
-            limits = HangLimits(after_s=self._hang_after_s * (_CALM if stop else 1), stop=stop)
+            after_s = self._hang_after_s * (_CALM if stop else 1)
+            limits = HangSpec(after_s=after_s, on_hang="stop" if stop else "report")
             guard = Guard(run, limits, heard.append)
             guard.follow(range(self._nproc))
             observers.append(guard)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwise.doctor.guard.hang import decide, describe_ends, missing_ranks, waiting_ranks
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
     from shardwise.doctor.guard.hang import RankStatus
     from shardwise.doctor.guard.neighbours import Exchange
+    from shardwise.launcher.spec import HangSpec
     from shardwise.runs import RunDirectory
 
 
@@ -37,21 +37,11 @@ GOES_ON = "the ranks that waited go on"
 """The note that takes a verdict on a hang back."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class HangLimits:
-    """When a hang is one, and what follows."""
-
-    after_s: float = 10.0
-    """Seconds of waiting from which on a rank that does not come is missed."""
-    stop: bool = False
-    """Whether a verdict stops the ranks."""
-
-
 class Guard:
     """An observer of the launcher; costs about a millisecond a second for eight ranks."""
 
     def __init__(
-        self, run: RunDirectory, limits: HangLimits, say: Callable[[str], None], exchange: Exchange | None = None
+        self, run: RunDirectory, limits: HangSpec, say: Callable[[str], None], exchange: Exchange | None = None
     ) -> None:
         """Watch ranks that are named by `follow`; what is found is said and written to the events of this node.
 
@@ -91,7 +81,7 @@ class Guard:
             self._next_look = now + self._look_s
             with contextlib.suppress(OSError):  # a full disk or a folder that was removed must not end a launch
                 self._look(now)
-        if not self._limits.stop or now < self._stop_at:
+        if not self._limits.stops or now < self._stop_at:
             return ""
         self._stop_at = math.inf  # not those that are started again
         return self._verdict
@@ -179,7 +169,7 @@ class Guard:
 
     def _go_on(self) -> None:
         """Take note that nobody is missed any more."""
-        if self._told is not None and not self._is_over() and not (self._verdict and self._limits.stop):
+        if self._told is not None and not self._is_over() and not (self._verdict and self._limits.stops):
             self._tell("note", GOES_ON)
         self._told = None
 

@@ -58,7 +58,7 @@ class ReplicaWatch:
             with contextlib.suppress(OSError):  # a full disk or a folder that was removed must not end a launch
                 self._look()
         words, self._unsaid = self._unsaid, ""
-        return words if self._spec.stop else ""
+        return words if self._spec.stops else ""
 
     def places(self) -> str:
         """There is nothing to say of where ranks were."""

@@ -16,11 +16,10 @@ from shardwise.parity import verify
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Plan
 from shardwise.runs import EventLog
-from shardwise.runs.directory import Keep
 from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
 from shardwise.training.loop import run_loop
-from shardwise.training.saving import SavingSpec
+from shardwise.training.spec import SaveSpec
 
 pytestmark = needs_deepspeed
 
@@ -56,8 +55,8 @@ def trained(world, kind, job, folder, resume):
     def listen(event):
         losses.update(enumerate(event.get("losses", []), event.get("first", 0)))
 
-    saving = SavingSpec(folder=folder, every=1, keep=Keep(last=STEPS + 1), resume=resume)
-    _, step = run_loop(job, plan, world, EventLog(None, listen), Timeline(), saving_spec=saving)
+    save = SaveSpec(every=1, keep=str(STEPS + 1), resume=resume)
+    _, step = run_loop(job, plan, world, EventLog(None, listen), Timeline(), checkpoints=folder, save=save)
     return losses, sw.full_state_dict(step.model)
 
 

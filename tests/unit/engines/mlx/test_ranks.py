@@ -124,7 +124,7 @@ def drift(world):
 
     job = make_job(model=model, steps=4, epochs=None, on_step=touch)
     log = EventLog(None, events.append)
-    run_loop(job, make_plan(job, world.size), world, log, Timeline(), replica_spec=ReplicaSpec(every=1))
+    run_loop(job, make_plan(job, world.size), world, log, Timeline(), replicas=ReplicaSpec(every=1))
     return [event["text"] for event in events if event["kind"] == "verdict"]
 
 

@@ -7,11 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from runs.synthetic import attempt_event, empty_run, start_event, steps_event, write
+from monitor.synthetic import attempt_event, empty_run, start_event, steps_event, write
 
 from e2e.processes import Command
-from shardwise.cli import sinks
 from shardwise.monitor.sinks import SinkSpec
+from shardwise.runner import observers
 
 JOB = """
 import torch
@@ -43,8 +43,8 @@ def test_a_tracker_that_hangs_is_ended_and_nothing_of_it_stays(tmp_path, monkeyp
     hang += "f'{os.getpid()} {child.pid}')\nos.rename('pids', 'hangs')\ntime.sleep(600)\n"
     stand_in(tmp_path / "packages", monkeypatch, hang)
     monkeypatch.chdir(tmp_path)
-    mirrors = sinks.Mirrors(trained_run(tmp_path / "run"), [SinkSpec("wandb", "digits")])
-    monkeypatch.setattr(sinks, "PATIENCE_S", 0.1)
+    mirrors = observers.Mirrors(trained_run(tmp_path / "run"), [SinkSpec("wandb", "digits")])
+    monkeypatch.setattr(observers, "_MIRROR_WAIT_S", 0.1)
     deadline((tmp_path / "hangs").exists)
     mirrors.close()
     assert "wandb:digits was slower than the run; shardwise watch" in capfd.readouterr().err
@@ -53,8 +53,8 @@ def test_a_tracker_that_hangs_is_ended_and_nothing_of_it_stays(tmp_path, monkeyp
 
 def test_a_tracker_that_fails_is_said_in_one_line(tmp_path, monkeypatch, capfd):
     stand_in(tmp_path / "packages", monkeypatch, "raise OSError('the disk is full')\n")
-    monkeypatch.setattr(sinks, "PATIENCE_S", 120.0)
-    sinks.Mirrors(trained_run(tmp_path / "run"), [SinkSpec("wandb", "digits")]).close()
+    monkeypatch.setattr(observers, "_MIRROR_WAIT_S", 120.0)
+    observers.Mirrors(trained_run(tmp_path / "run"), [SinkSpec("wandb", "digits")]).close()
     [line] = capfd.readouterr().err.splitlines()
     assert "wandb:digits is not complete (wandb:digits failed (the disk is full)" in line
     assert line.endswith(f"try shardwise watch {tmp_path}/run --sink wandb:digits")

@@ -3,7 +3,7 @@
 import math
 import random
 
-from shardwise.runs.training import Curve
+from shardwise.monitor.training import Curve
 
 
 def filled(values, limit=16):
@@ -45,7 +45,7 @@ def test_rows_are_the_lowest_the_highest_and_the_mean_of_their_steps():
 
 def test_steps_that_are_cut_leave_no_trace_and_may_come_again():
     again = filled([1.0] * 700 + [50.0] * 300)
-    again.truncate(700)
+    again.cut(700)
     for step in range(700, 1_000):
         again.add(step, 2.0)
     assert again.rows() == filled([1.0] * 700 + [2.0] * 300).rows()
@@ -54,7 +54,7 @@ def test_steps_that_are_cut_leave_no_trace_and_may_come_again():
 def test_cut_beyond_the_end_changes_nothing():
     curve = filled([1.0] * 10)
     generation = curve.generation
-    curve.truncate(10)
+    curve.cut(10)
     assert (curve.generation, len(curve)) == (generation, 10)
 
 

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardwise.runs.status import CheckpointStatus, RestartMark
+from shardwise.monitor.ranks import CheckpointStatus, RestartMark
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,8 +17,8 @@ MOST_SAVES = 50
 CURVES = ("loss", "evaluation", "throughput", "memory", "gradient")
 
 
-class TrainingState:
-    """The training by the events of rank 0; steps that a restart repeats replace those of before."""
+class Training:
+    """What rank 0 told of its steps; steps that a restart does again replace those of before."""
 
     def __init__(self) -> None:
         self.curves = {name: Curve() for name in CURVES}
@@ -37,19 +37,18 @@ class TrainingState:
         self.evaluation: dict[str, float | None] = {}
         self.saves: dict[int, CheckpointStatus] = {}
         self.restarts: list[RestartMark] = []
-        self.start: Mapping[str, Any] = {}
-        """The last `start` event: ranks, parameters, steps; empty before the first."""
+        self.has_started = False
         self.has_ended = False
         self._restarted_at: float | None = None
 
     def fold(self, event: Mapping[str, Any]) -> None:
-        """Take one event of rank 0; one of an unknown kind is skipped, and so is a malformed one."""
+        """Take one event of rank 0; a kind that is not known is passed over, and one that is malformed too."""
         folding = getattr(self, f"_fold_{event['kind']}", None)
         if folding is not None:
             try:
                 folding(event)
             except (KeyError, TypeError, ValueError, AttributeError, IndexError):
-                return  # written by another version: the fields that were readable stay
+                return  # written by another version: what it does say is shown
 
     @property
     def eta_s(self) -> float | None:
@@ -59,9 +58,9 @@ class TrainingState:
         return max(0, self.num_steps - self.step) * self.seconds_per_step
 
     def _fold_start(self, event: Mapping[str, Any]) -> None:
-        if self.start:
+        if self.has_started:
             self._restarted_at = float(event["at"])
-        self.start, self.has_ended = event, False
+        self.has_started, self.has_ended = True, False
         self.num_steps = int(event["num_steps"])
         self.parameters = int(event["parameters"])
         self.facts = {name: value for name, value, _ in event["facts"]}
@@ -71,7 +70,7 @@ class TrainingState:
         first, losses = int(event["first"]), event["losses"]
         last = first + len(losses) - 1
         if first < self.step or self._restarted_at is not None:
-            self._rewind(first)
+            self._go_back(first)
         for step, loss in enumerate(losses, first):
             self.curves["loss"].add(step, math.nan if loss is None else loss)
         for name, value in (("memory", event.get("memory_bytes")), ("gradient", event.get("grad_norm"))):
@@ -92,10 +91,10 @@ class TrainingState:
         self.samples_per_s += weight * (samples_per_s - self.samples_per_s)
         self.seconds_per_step += weight * (seconds_per_step - self.seconds_per_step)
 
-    def _rewind(self, first: int) -> None:
-        """Drop the steps from `first` on, which are repeated."""
+    def _go_back(self, first: int) -> None:
+        """Steps from `first` on are done again."""
         for curve in self.curves.values():
-            curve.truncate(first)
+            curve.cut(first)
         self.saves = {step: save for step, save in self.saves.items() if step <= first}
         if self._restarted_at is not None:
             self.restarts.append(RestartMark(step=first, at=self._restarted_at))
@@ -143,7 +142,7 @@ class _Range:
 
 
 class Curve:
-    """Values over steps, which only grow except by `truncate`; a spike of one step stays visible in a wide range.
+    """Values over steps, which only grow except by `cut`; a spike of one step stays visible however wide the ranges.
 
     Whoever follows it keeps `generation` and the number of rows: while the generation is the same, rows only follow
     rows, and only the last of them may have changed.
@@ -167,22 +166,22 @@ class Curve:
         while len(self._ranges) > self._limit:
             self._widen()
 
-    def truncate(self, step: int) -> None:
-        """Drop this step and all after it: they are repeated."""
+    def cut(self, step: int) -> None:
+        """Forget this step and all after it: they are done again."""
         if not self._ranges or step >= (self._ranges[-1].number + 1) * self.width:
             return
         self.generation += 1
         while self._recent and self._recent[-1][0] >= step:
             self._recent.pop()
-        last = step // self.width
-        while self._ranges and self._ranges[-1].number > last:
+        cut = step // self.width
+        while self._ranges and self._ranges[-1].number > cut:
             self._ranges.pop()
-        if self._ranges and self._ranges[-1].number == last:
-            known = [value for at, value in self._recent if at // self.width == last]
+        if self._ranges and self._ranges[-1].number == cut:
+            known = [value for at, value in self._recent if at // self.width == cut]
             if known or step % self.width == 0:  # else its values are long gone, and the range stays as it was
                 self._ranges.pop()
             for value in known:
-                self._put(last, value)
+                self._put(cut, value)
 
     def rows(self, start: int = 0) -> list[Row]:
         """Return the ranges from number `start` on, in order of steps."""

@@ -2,44 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from shardwise.monitor.growing import GrowingFile
 from shardwise.runs.recorder import PHASES, last_mark, read_recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from shardwise.runs.directory import RunDirectory
+    from shardwise.monitor.view import RankEnd
+    from shardwise.runs import RunDirectory
     from shardwise.runs.recorder import Mark
 
 
-@dataclass(frozen=True)
-class RankEnd:
-    """How a rank ended in the last attempt."""
-
-    state: str
-    """"done", "failed" or "stopped"."""
-    words: str
-    """What it ended with, as text; empty for "done"."""
-    code: int = 0
-    """Its exit code; negative: the signal that ended it."""
-    stopped: bool = False
-    """Whether the launcher had asked it to stop."""
-    at: float = 0.0
-    """When its launcher saw the end, in seconds since the epoch."""
+_LAST = 1 << 16
+"""Bytes at the end of an events file that say where its rank is now; only rank 0's is read whole."""
 
 
 class RankTable:
-    """Marks, memory and steps of every rank, by its last records."""
+    """Marks, memory and steps of every rank, as its records last told."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
-        self._reported: dict[int, tuple[int, float | None]] = {}
+        self._files: dict[int, GrowingFile] = {}
+        self._told: dict[int, tuple[int, float | None]] = {}
         """By rank: steps done and memory, by its last `steps` event."""
         self._marks: dict[int, Mark] = {}
         self._leader: Sequence[Mark] = ()
@@ -50,33 +38,38 @@ class RankTable:
         """When the last mark of any rank was made; 0.0 without one."""
         return max((mark.at for mark in self._marks.values()), default=0.0)
 
-    def refresh(self, ranks: Collection[int]) -> None:
-        """Read the last mark of each of these ranks."""
+    def refresh(self, ranks: Collection[int], tell: Callable[[dict[str, Any], int], None]) -> None:
+        """Read what is new of these ranks; `tell` hears notes; the events of rank 0 are read elsewhere."""
         self._marks = {}
         for rank in ranks:
             mark = last_mark(self._run.recorder(rank))
             if mark is not None:
                 self._marks[rank] = mark
+            if rank:
+                for event in self._file(rank).read():
+                    self.take(event, rank)
+                    if event["kind"] == "note":
+                        tell(event, rank)
         self._leader = self._read_leader()
 
     def take(self, event: Mapping[str, Any], rank: int) -> None:
         """Take one event of a rank."""
         if event["kind"] == "steps" and isinstance(event.get("losses"), list) and isinstance(event.get("first"), int):
-            self._reported[rank] = (event["first"] + len(event["losses"]), event.get("memory_bytes"))
+            self._told[rank] = (event["first"] + len(event["losses"]), event.get("memory_bytes"))
 
     def highest_memory(self) -> tuple[int, float] | None:
-        """Return the rank that needed most memory so far, and how much; None where no rank reported any."""
-        highest = None
-        for rank, (_, memory) in sorted(self._reported.items()):
-            if memory is not None and (highest is None or memory > highest[1]):
-                highest = (rank, memory)
-        return highest
+        """Return the rank that needed most memory so far, and how much; None where none told."""
+        told = {rank: memory for rank, (_, memory) in sorted(self._told.items()) if memory is not None}
+        if not told:
+            return None
+        rank = max(told, key=told.__getitem__)
+        return rank, told[rank]
 
     def status(self, rank: int, facts: Mapping[str, Any], end: RankEnd | None, *, now: float, state: str) -> RankRow:
         """Return one rank's status; `facts` are its host, device and pid, `state` that of a rank without an end."""
         mark = self._marks.get(rank)
-        reported_step, memory = self._reported.get(rank, (None, None))
-        step = reported_step if mark is None else mark.step
+        told_step, memory = self._told.get(rank, (None, None))
+        step = told_step if mark is None else mark.step
         is_running = end is None and state == "running"
         return RankRow(
             rank=rank,
@@ -92,6 +85,11 @@ class RankTable:
             state=end.state if end is not None else state,
             words=end.words if end is not None else "",
         )
+
+    def _file(self, rank: int) -> GrowingFile:
+        if rank not in self._files:
+            self._files[rank] = GrowingFile(self._run.events(rank), last=_LAST)
+        return self._files[rank]
 
     def _read_leader(self) -> Sequence[Mark]:
         """Read the marks of the rank that is furthest, of equal ones the first to get there."""
@@ -119,11 +117,11 @@ def _place(mark: Mark) -> tuple[int, int]:
     return mark.step, PHASES.index(mark.phase)
 
 
-# The status itself.
+# What a view says of a run at one moment: plain frozen values, for a terminal, a page or a program.
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened in a run and is worth a line."""
+    """Something worth telling that happened in a run."""
 
     number: int
     """Counts the entries of a run."""
@@ -165,30 +163,6 @@ class CheckpointStatus(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     num_bytes: int | None = None
     """On disk, all ranks together; None while it is not whole or gone."""
-
-
-class CheckpointTable:
-    """Sizes of the checkpoints of a run; each is read once."""
-
-    def __init__(self, run: RunDirectory) -> None:
-        self._folder = run.checkpoints
-        self._sizes: dict[str, int] = {}
-
-    def statuses(self, saves: Iterable[CheckpointStatus]) -> Iterator[CheckpointStatus]:
-        """Yield the saves, newest first, with their size where they are whole and still exist."""
-        existing: dict[int, int] = {}
-        with contextlib.suppress(OSError):
-            for folder in self._folder.iterdir():
-                step = folder.name.removeprefix("step-").partition("~")[0]
-                if step.isdigit() and (folder / "manifest.json").exists():
-                    existing[int(step)] = self._size(folder)
-        for save in sorted(saves, key=lambda save: -save.step):
-            yield CheckpointStatus(step=save.step, at=save.at, num_bytes=existing.get(save.step))
-
-    def _size(self, folder: Path) -> int:
-        if folder.name not in self._sizes:  # a checkpoint is published whole, so it never changes
-            self._sizes[folder.name] = sum(file.stat().st_size for file in folder.iterdir())
-        return self._sizes[folder.name]
 
 
 class RestartMark(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,21 +211,3 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankRow, ...]
     reading: float
     """Share of what was on disk at first that is folded in: 1.0 when the view has seen it all once."""
-
-
-# The memory that planning predicts for a run: `monitor/watch.py` computes it and writes predicted.json.
-
-
-class Predicted(msgspec.Struct, frozen=True, kw_only=True):
-    """What predicted.json holds: bytes, or why there are none."""
-
-    peak_bytes: float | None = None
-    why_not: str = ""
-
-
-def read_predicted(run: RunDirectory) -> Predicted:
-    """Return the predicted peak of a rank's tensors; without a value where nobody has computed one."""
-    try:
-        return msgspec.json.decode(run.predicted.read_bytes(), type=Predicted)
-    except (OSError, ValueError):
-        return Predicted()

@@ -2,87 +2,69 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from shardwise.cli.describe import describe_job, job_rules
-from shardwise.cli.follow import summarise
-from shardwise.engines.available import require_engine
+from shardwise.dist import world
 from shardwise.errors import InputError, JobError, ShardwiseError
 from shardwise.job.engine import engine_of
-from shardwise.parallel.support import require_supported
-from shardwise.planner.settle import MLX, LocalDevice, searching, settle
+from shardwise.planner.job_plan import settle_job_plan
+from shardwise.planner.settle import MLX, LocalDevice
 from shardwise.recorder.imports import be_deterministic
+from shardwise.runner.local import write_run_inputs
 from shardwise.runs import RunDirectory, create_run
 from shardwise.runs.console import complain
 from shardwise.runs.failure import describe_failure, write_failure
+from shardwise.training.train import train
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     from shardwise.dist import World
     from shardwise.job import Job, JobReference
     from shardwise.plans import Plan
+    from shardwise.training.spec import TrainSpec
 
 T = TypeVar("T")
 
 
 def train_in_world(
-    job: Job,
-    reference: JobReference,
-    plan_spec: str,
-    plan_overrides: Mapping[str, str],
-    *,
-    run_dir: Path | None,
-    told: Mapping[str, Any],
-    backend: str | None,
-    device: str | None,
-) -> None:
-    """Train in the world this process was started in, as `told` by the options; communicates over it, on every rank."""
-    from shardwise.dist import world
-    from shardwise.training.train import train
+    spec: TrainSpec, job: Job, reference: JobReference, plan_overrides: Mapping[str, str]
+) -> RunDirectory | None:
+    """Train in the world this process was started in; communicates over it, on every rank.
 
-    if told["deterministic"]:
-        be_deterministic(seed=None)
+    Returns the run directory on rank 0, None on the others.
+    """
+    if spec.deterministic:
+        be_deterministic(seed=None)  # the job has one
     made_for = engine_of(job)
-    if made_for == "mlx" and backend == "mpi":
+    if made_for == "mlx" and spec.place.backend == "mpi":
         from shardwise.engines.mlx.mpi import mpi_group
 
         mpi_group()  # first: MLX would not join an MPI that the world has started
-    with world(backend=backend, device="cpu" if made_for == "mlx" else device) as here:
+    with world(backend=spec.place.backend, device="cpu" if made_for == "mlx" else spec.place.device) as here:
 
         def prepare() -> tuple[Plan, RunDirectory]:
-            plan = settle(
-                plan_spec,
-                batch_size=job.batch_size,
-                world_size=here.size,
-                device=_describe_device(here) if made_for == "torch" else MLX,
-                overrides=plan_overrides,
-                choose=searching(job, describe_job, job_rules(job)),
-            )
-            require_supported(plan)
-            require_engine(plan)
-            run = create_run(run_dir, reference.name)
+            device = _describe_device(here) if made_for == "torch" else MLX
+            plan = settle_job_plan(job, spec.plan, world_size=here.size, device=device, overrides=plan_overrides)
+            run = create_run(spec.run_dir, reference.name)
             write_run_inputs(run, reference, plan)
             return plan, run
 
         _compare_jobs(here, reference)
         plan, run = _from_main(here, prepare)
         if here.is_main and here.source != "shardwise":
-            complain(f"shardwise: {here.source} has started these ranks, so nobody looks on for hangs, as launch would")
+            complain(f"shardwise: {here.source} has started these ranks, so nothing detects hangs, as launch would")
         try:
             # A job that SLURM has requeued finds what it saved before.
-            resume = "auto" if run.checkpoints.exists() else told["resume"]
-            how = {name: value for name, value in told.items() if name not in ("resume", "deterministic")}
-            train(job, plan, here, run=run, resume=resume, **how)
+            save = spec.save.replace(resume="auto") if run.checkpoints.exists() else spec.save
+            train(job, plan, here, run=run, save=save, replicas=spec.replicas)
         except Exception as error:
             if here.is_main and isinstance(error, InputError) and not run.has_trained:
                 run.remove()
             elif not isinstance(error, InputError):
                 write_failure(run.error(here.rank), describe_failure(error, here.rank))
             raise
-        if here.is_main:
-            summarise(run)
+        return run if here.is_main else None
 
 
 def _from_main(here: World, make: Callable[[], T]) -> T:
@@ -110,16 +92,6 @@ def _compare_jobs(here: World, reference: JobReference) -> None:
             code="job.file-differs",
             fix="copy the same file to all nodes",
         )
-
-
-def write_run_inputs(run: RunDirectory, reference: JobReference, plan: Plan) -> None:
-    """Write down what will run: the job's reference and the resolved plan."""
-    import msgspec
-
-    from shardwise.plans.toml import plan_to_toml
-
-    run.job.write_bytes(msgspec.json.format(msgspec.json.encode(reference), indent=1))
-    run.plan.write_text(plan_to_toml(plan))
 
 
 def _describe_device(here: World) -> LocalDevice:

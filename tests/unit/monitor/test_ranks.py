@@ -1,12 +1,12 @@
 """Who is behind, and many ranks in few rows."""
 
 import pytest
-from runs.synthetic import empty_run, record
+from monitor.synthetic import empty_run, record
 
+from shardwise.monitor.ranks import RankRow, RankTable, lag_s
 from shardwise.monitor.terminal import fold_ranks
 from shardwise.runs.console import rank_spans
 from shardwise.runs.recorder import Mark
-from shardwise.runs.status import RankRow, RankTable, lag_s
 
 LEADER = [
     Mark(10.0, "data", 3),
@@ -40,7 +40,7 @@ def test_rank_that_waits_for_its_data_is_behind_those_that_do_not(tmp_path):
     for rank in range(4):
         record(run, rank, step=7, late=rank == 2)
     ranks = RankTable(run)
-    ranks.refresh(range(4))
+    ranks.refresh(range(4), lambda *_: None)
     found = [ranks.status(rank, {}, None, now=ranks.newest + 2.0, state="running") for rank in range(4)]
     assert [rank.phase for rank in found] == ["backward", "backward", "data", "backward"]
     assert found[2].lag_s > 2.0

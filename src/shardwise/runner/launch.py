@@ -1,0 +1,146 @@
+"""`launch`: a script on ranks of this node, or of many, started, observed and explained."""
+
+from __future__ import annotations
+
+import inspect
+import shlex
+from typing import TYPE_CHECKING, Any
+
+from shardwise.launcher.explain import explain_outcome
+from shardwise.launcher.local.attempts import Launched
+from shardwise.launcher.local.attempts import launch as launch_local
+from shardwise.launcher.local.function import launch_function
+from shardwise.launcher.local.processes import become_reaper, kill_descendants
+from shardwise.launcher.local.target import check_target
+from shardwise.launcher.nodes.node import join_run, node_facts
+from shardwise.launcher.nodes.rounds import launch_nodes
+from shardwise.launcher.policy import GiveUp
+from shardwise.launcher.spec import LaunchSpec
+from shardwise.runner.elsewhere import start_elsewhere
+from shardwise.runner.local import SettledLaunch, describe, settle_launch, target_of, watches_hangs
+from shardwise.runner.observers import Tee, failure_text, start_guard, start_replica_watch
+from shardwise.runner.presets import report_effects, report_preset
+from shardwise.runner.slurm import start_by_slurm
+from shardwise.runs import create_run, share_run
+from shardwise.runs.console import INTERRUPTED, JOB_FAILED, complain
+from shardwise.spec import Report, signature_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from shardwise.doctor.guard.guard import Guard
+    from shardwise.doctor.guard.replicas import ReplicaWatch
+    from shardwise.runs import RunDirectory
+
+
+class LaunchReport(Report, frozen=True, kw_only=True):
+    """How a launch ended."""
+
+    exit_code: int
+    run: str = ""
+    """The run directory; empty where nothing ran on this machine."""
+    restarts: int = 0
+    failure: str = ""
+    """Why it failed: the rank, its traceback and the fix; empty where it did not."""
+    text: str = ""
+    """What --dry-run prints."""
+
+    def to_text(self) -> str:
+        """Return what standard output gets."""
+        return self.text
+
+    def note(self) -> str:
+        """Return what standard error gets."""
+        return self.failure
+
+
+def launch(target: str | LaunchSpec | Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Run a script or a function on many processes, in place of torchrun.
+
+    A script (`launch("train.py", nproc=2)`) takes the options of `shardwise launch` and gives a LaunchReport. A
+    function (`launch(fn, 1, 2, nproc=2)`) is called with the arguments on every rank and gives its results by rank.
+    """
+    if isinstance(target, LaunchSpec):
+        return launch_script(target)
+    if callable(target):
+        return launch_function(target, *arguments, **options)
+    return launch_script(LaunchSpec.of(str(target), tuple(map(str, arguments)), **options))
+
+
+launch.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
+        inspect.Parameter("target", inspect.Parameter.POSITIONAL_ONLY),
+        inspect.Parameter("arguments", inspect.Parameter.VAR_POSITIONAL),
+        *(each for each in signature_of(LaunchSpec).parameters.values() if each.kind is inspect.Parameter.KEYWORD_ONLY),
+    ]
+)
+
+
+def launch_script(spec: LaunchSpec) -> LaunchReport:
+    """Start a script on all ranks, here or elsewhere, and return how it ended."""
+    report_preset(spec.preset)  # first: an unknown one is refused here, not on every machine
+    code = start_elsewhere(spec, grace_s=spec.grace_s, dry_run=spec.dry_run)
+    if code is not None:
+        return LaunchReport(exit_code=code)
+    target = target_of(spec)
+    check_target(target)
+    code = start_by_slurm(spec, target.name, grace_s=spec.grace_s, dry_run=spec.dry_run)
+    if code is not None:
+        return LaunchReport(exit_code=code)
+    settled = settle_launch(target, spec)
+    if spec.dry_run:
+        return LaunchReport(exit_code=0, text=describe(spec, settled))
+    if settled.note:
+        complain(settled.note)
+    become_reaper()
+    try:
+        launched, run, guards, tee = _run(spec, settled)
+    finally:
+        kill_descendants()  # also what left its rank's process group, or outlived a killed fork parent
+    report_effects(spec.preset, settled.local.variables, run)
+    return _report(launched, run, guards, tee)
+
+
+def _report(launched: Launched, run: RunDirectory, guards: list[Guard | ReplicaWatch], tee: Tee) -> LaunchReport:
+    failure, code = "", JOB_FAILED
+    if isinstance(launched.decision, GiveUp):
+        why = failure_text(guards, explain_outcome(launched.outcome, run, shown=tee.ranks))
+        failure = f"{why}\nshardwise: the run is in {run.path}"
+    else:
+        code = launched.decision.exit_code  # type: ignore[union-attr]
+        if launched.outcome.interrupted and code == 0:
+            failure, code = f"\nshardwise: interrupted; the run is in {run.path}", INTERRUPTED
+    return LaunchReport(exit_code=code, run=str(run.path), restarts=launched.restarts, failure=failure)
+
+
+def _run(spec: LaunchSpec, settled: SettledLaunch) -> tuple[Launched, RunDirectory, list[Guard | ReplicaWatch], Tee]:
+    """Run it on this node, or on this and others; return how it ended, where that is written, and who watched."""
+    local = settled.local
+    hang = spec.hang if watches_hangs(spec, local.target) else spec.hang.replace(after_s=0)
+    guards: list[Guard | ReplicaWatch]
+    if settled.nodes is None:
+        run = create_run(spec.run_dir, local.target.name)
+        ranks = range(local.nproc)
+        guards = [*start_guard(run, hang, ranks), *start_replica_watch(run, spec.replicas, ranks)]
+        tee = Tee(run, settled.shown)
+        return launch_local(local, run, observers=[tee, *guards], note=complain), run, guards, tee
+
+    def make_run(named: Path | None) -> RunDirectory:
+        return create_run(spec.run_dir, local.target.name) if named is None else share_run(spec.run_dir or named)
+
+    facts = node_facts(settled.nodes, shlex.join(local.target.words()))
+    with join_run(settled.nodes, facts, make_run, complain) as (link, run):
+        tee = Tee(run, settled.shown)
+        guards = [
+            *start_guard(run, hang, range(0), exchange=link),
+            *start_replica_watch(run, spec.replicas, range(0), link.node),
+        ]
+
+        def follow(ranks: range) -> None:
+            tee.follow(ranks)
+            for guard in guards:
+                guard.follow(ranks)
+
+        launched = launch_nodes(local, settled.nodes, link, run, observers=[tee, *guards], placed=follow, note=complain)
+        return launched, run, guards, tee

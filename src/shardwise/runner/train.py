@@ -1,0 +1,330 @@
+"""`train`: a described job on ranks of this node, or of many, from its Spec to its report."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import shlex
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shardwise.environment import MPI_STARTERS, Identity, identify
+from shardwise.errors import JobError, LaunchError, with_code
+from shardwise.job import Job, JobReference, load_job
+from shardwise.launcher.explain import explain_outcome
+from shardwise.launcher.local.attempts import Launched, LocalLaunch
+from shardwise.launcher.local.attempts import launch as launch_local
+from shardwise.launcher.nodes.node import NodesSpec, join_run, node_facts
+from shardwise.launcher.nodes.rounds import launch_nodes
+from shardwise.launcher.policy import Finish, root_cause
+from shardwise.monitor.sinks import SinkSpec, parse_sink
+from shardwise.parallel.support import uses_ddp
+from shardwise.planner.job_plan import check_model_fits, engine_device, settle_job_plan, split_settings
+from shardwise.plans import Plan
+from shardwise.plans.toml import plan_to_toml
+from shardwise.runner.elsewhere import start_elsewhere
+from shardwise.runner.local import resume_argv, settle_nodes, worker_launch, write_run_inputs
+from shardwise.runner.observers import Follower, following, start_guard
+from shardwise.runner.presets import report_effects, report_preset, settle_preset
+from shardwise.runner.slurm import start_by_slurm
+from shardwise.runs import RunDirectory, create_run, share_run
+from shardwise.runs.console import BAD_INPUT, DONE, INTERRUPTED, JOB_FAILED, PREEMPTED, complain
+from shardwise.runs.failure import NOT_SAVED
+from shardwise.spec import Report, signature_of
+from shardwise.training.spec import TrainResult, TrainSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from shardwise.dist import World
+
+
+class TrainReport(Report, frozen=True, kw_only=True):
+    """How a training ended: its result, or why there is none."""
+
+    exit_code: int = DONE
+    run: str = ""
+    """The run directory; empty where nothing ran on this machine."""
+    result: TrainResult | None = None
+    """None for a training that failed, was stopped, or was submitted elsewhere."""
+    failure: str = ""
+    """Why there is no result: the rank, its traceback and the fix; or how to continue."""
+    traceback: str = ""
+    """Of a refusal inside a rank, for --debug."""
+
+    def to_text(self) -> str:
+        """Return the last lines of a training: what came out, how long it took, where to look."""
+        if self.result is None:
+            return ""
+        result, run = self.result, RunDirectory(Path(self.run))
+        lines = []
+        for name, value in result.evaluation.items():
+            shown = f"{value:.2%}" if "accuracy" in name else f"{value:.4f}"
+            lines.append(f"test {name:<10} {shown}")
+        resumed = f", resumed at step {result.first_step}" if result.first_step else ""
+        num_steps = result.steps - result.first_step
+        lines.append(f"training time   {result.training_s:.1f} s for {num_steps} steps{resumed}")
+        lines.append(f"weights         {run.weights}")
+        if run.adapter.is_dir():
+            lines.append(f"adapter         {run.adapter}")
+        lines.append(f"run directory   {run.path}")
+        return "\n".join(lines)
+
+    def note(self) -> str:
+        """Return what standard error gets."""
+        return self.failure
+
+
+def train(
+    job: Job | str | TrainSpec, plan: Plan | str = "auto", world: World | None = None, **options: Any
+) -> TrainReport:
+    """Train a job: on ranks that this call starts, or, inside a world, as one of its ranks.
+
+    `train("job.py", nproc=2)` takes the options of `shardwise train`. `train(job, plan, world)` is called on every
+    rank of a world and takes the options about saving and replicas, `run` (a run directory) and `show_progress`.
+    """
+    if isinstance(job, TrainSpec):
+        return train_job(job)
+    if world is not None:
+        return _train_here(job, plan, world, **options)
+    if isinstance(plan, Plan):
+        raise LaunchError(
+            "a Plan object is for a world that exists, and train would start its ranks",
+            code="train.plan-without-world",
+            fix='pass world=, or plan="plan.toml"',
+        )
+    return train_job(TrainSpec.of(_path_of(job) if isinstance(job, Job) else str(job), plan=plan, **options))
+
+
+train.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
+        *(inspect.signature(train).parameters[name] for name in ("job", "plan", "world")),
+        *(
+            each
+            for each in signature_of(TrainSpec).parameters.values()
+            if each.kind is inspect.Parameter.KEYWORD_ONLY and each.name != "plan"
+        ),
+    ]
+)
+
+
+def _train_here(
+    job: Any,
+    plan: Any,
+    world: World,
+    *,
+    run: RunDirectory | None = None,
+    show_progress: bool = True,
+    **options: Any,
+) -> TrainReport:
+    from shardwise.training.train import train as train_in  # imports torch
+
+    asked = TrainSpec.of("", **options)
+    result = train_in(job, plan, world, run=run, show_progress=show_progress, save=asked.save, replicas=asked.replicas)
+    return TrainReport(run=str(run.path) if run else "", result=result)
+
+
+def _path_of(job: Job) -> str:
+    """Return FILE.py:NAME of a job that stands in the script that runs; ranks load it from there."""
+    main = sys.modules["__main__"]
+    names = [name for name, value in vars(main).items() if value is job]
+    file = getattr(main, "__file__", None)
+    if not names or file is None:
+        raise JobError(
+            "ranks load a job from its file, and this Job is not a variable of the script that runs",
+            code="job.not-in-a-file",
+            fix='write it to a file and pass its path: train("job.py", nproc=2)',
+        )
+    return f"{file}:{names[0]}"
+
+
+def train_job(spec: TrainSpec) -> TrainReport:
+    """Train the job of a Spec: settle its plan, start its ranks or join them, and return how it ended."""
+    started_at = time.time()
+    report_preset(spec.preset)  # first: an unknown one is refused here, not on every machine
+    sinks = tuple(parse_sink(text) for text in spec.sinks)
+    code = start_elsewhere(spec, grace_s=LocalLaunch.grace_s)
+    if code is not None:
+        return TrainReport(exit_code=code)
+    me = identify()
+    reference, plan_overrides = split_settings(spec.job, spec.settings)
+    job = load_job(reference)
+    asked = spec
+    spec = spec.replace(save=spec.save.resolved())
+    code = start_by_slurm(asked, reference.name, grace_s=LocalLaunch.grace_s)
+    if code is not None:
+        return TrainReport(exit_code=code)
+    nodes = _nodes(spec)
+    if _is_rank(me, spec) and (nodes is None or me.source != "slurm"):
+        _check_joining(me, spec)
+        return _join(spec, job, reference, plan_overrides)
+    nproc = spec.nproc or 1
+    device = engine_device(job, spec.place.device, nproc)
+    num_nodes = nodes.most if nodes else 1
+    plan = settle_job_plan(job, spec.plan, world_size=nproc * num_nodes, device=device, overrides=plan_overrides)
+    check_model_fits(job, plan)
+    num_gpus = nproc if device.kind == "cuda" else 0
+    added = settle_preset(spec.preset, nproc=nproc, num_gpus=num_gpus, uses_ddp=uses_ddp(plan))
+    spec = spec.replace(nproc=nproc, place=spec.place.replace(device=device.kind))
+    if nodes is not None:
+        launched, run, is_first = _run_on_nodes(
+            spec, nodes, plan, reference, sinks=sinks, variables=added, started_at=started_at
+        )
+    else:
+        run, is_first = create_run(spec.run_dir, reference.name), True
+        write_run_inputs(run, reference, plan, started_at=started_at)
+        launched = _run(spec, run, sinks, added)
+    report_effects(spec.preset, added, run)
+    return _conclude(asked, launched, run, is_first=is_first)
+
+
+def _nodes(spec: TrainSpec) -> NodesSpec | None:
+    """Return the nodes of the run; without --nproc and --nnodes a task of srun is a rank, not a launcher."""
+    rendezvous = spec.rendezvous
+    if identify().source == "slurm" and spec.nproc is None and rendezvous.nnodes is None:
+        return None
+    return settle_nodes(rendezvous, standalone=False, max_restarts=spec.max_restarts)
+
+
+def _is_rank(me: Identity, spec: TrainSpec) -> bool:
+    """Return whether this process is a rank already; backend mpi, whose ranks are mpirun's, is refused where not."""
+    if me.world_size > 1 or spec.place.backend != "mpi":
+        return me.world_size > 1
+    if me.source in MPI_STARTERS:
+        return True
+    raise LaunchError(
+        "--backend mpi trains on ranks that mpirun has started, and it has not started this process",
+        code="launch.mpi-without-mpirun",
+        fix=f"mpirun -n {spec.nproc or 2} shardwise train ... --backend mpi",
+    )
+
+
+def _check_joining(me: Identity, spec: TrainSpec) -> None:
+    """Refuse to start ranks or mirrors from a rank, or to set what it should have been started with."""
+    if spec.preset is not None:
+        export = f'eval "$(shardwise doctor env --preset {spec.preset} --export)"'
+        raise LaunchError(
+            f"--preset {spec.preset} is for ranks that shardwise starts, and {me.source} has started this one",
+            code="cli.option-inside-world",
+            fix=f"leave it out, and run {export} before {me.source}",
+        )
+    if spec.sinks:
+        raise LaunchError(
+            f"--sink {spec.sinks[0]} is for ranks that shardwise starts, and {me.source} has started this one",
+            code="cli.option-inside-world",
+            fix=f"leave it out, and run shardwise watch RUN --sink {spec.sinks[0]} beside it",
+        )
+    if spec.nproc is not None:
+        raise LaunchError(
+            f"--nproc {spec.nproc} inside a world of {me.world_size} ranks that {me.source} started",
+            code="cli.option-inside-world",
+            fix="leave --nproc out, or start shardwise by itself",
+        )
+
+
+def _join(spec: TrainSpec, job: Job, reference: JobReference, plan_overrides: Mapping[str, str]) -> TrainReport:
+    from shardwise.runner.join import train_in_world  # imports torch
+
+    run = train_in_world(spec, job, reference, plan_overrides)
+    return _finished(run) if run is not None else TrainReport()
+
+
+def _run(spec: TrainSpec, run: RunDirectory, sinks: Sequence[SinkSpec], variables: Mapping[str, str]) -> Launched:
+    """Start the ranks of one node, and show what they do until they end."""
+    nproc = spec.nproc or 1
+    with following(run, sinks) as [follower]:
+        guards = start_guard(run, spec.hang, range(nproc), note=follower.line)
+        local = worker_launch(spec, run, nproc=nproc, added=variables)
+        return launch_local(local, run, observers=[follower, *guards], note=complain)
+
+
+def _run_on_nodes(
+    spec: TrainSpec,
+    nodes: NodesSpec,
+    plan: Plan,
+    reference: JobReference,
+    *,
+    sinks: Sequence[SinkSpec],
+    variables: Mapping[str, str],
+    started_at: float,
+) -> tuple[Launched, RunDirectory, bool]:
+    """Take part in a training on many nodes; return how it ended, where, and whether this is the first node.
+
+    `plan` is for the most nodes; the workers refit it to those that have joined. The first node mirrors the run.
+    """
+    nproc = spec.nproc or 1
+    for fewer in range(nodes.least, nodes.most):
+        plan.refit(fewer * nproc)  # refuses now what it would refuse when a node is lost
+    facts = {
+        **node_facts(nodes, reference.name),
+        "job file": reference.digest[:12],
+        "plan": hashlib.sha256(plan_to_toml(plan).encode()).hexdigest()[:12],
+    }
+
+    def make_run(named: Path | None) -> RunDirectory:
+        run = create_run(spec.run_dir, reference.name) if named is None else share_run(spec.run_dir or named)
+        if not run.plan.exists():  # else node 0 has written it to a disk that we share
+            write_run_inputs(run, reference, plan, started_at=started_at)
+        return run
+
+    with join_run(nodes, facts, make_run, complain) as (link, run):
+        is_first = link.node == 0
+        shown: AbstractContextManager[list[Follower]] = following(run, sinks) if is_first else nullcontext([])
+        with shown as followers:
+            note = followers[0].line if followers else complain
+            guards = start_guard(run, spec.hang, range(0), exchange=link, note=note)
+
+            def follow(placed: range) -> None:
+                for guard in guards:
+                    guard.follow(placed)
+
+            launched = launch_nodes(
+                worker_launch(spec, run, nproc=nproc, added=variables),
+                nodes,
+                link,
+                run,
+                observers=[*followers, *guards],
+                placed=follow,
+                note=complain,
+            )
+            return launched, run, is_first
+
+
+def _finished(run: RunDirectory) -> TrainReport:
+    found = msgspec.json.decode(run.report_json.read_bytes())["result"]
+    found["evaluation"] = {
+        name: float("nan") if value is None else value for name, value in found["evaluation"].items()
+    }
+    return TrainReport(run=str(run.path), result=msgspec.convert(found, TrainResult))
+
+
+def _conclude(spec: TrainSpec, launched: Launched, run: RunDirectory, *, is_first: bool) -> TrainReport:
+    """Return how it ended; a run that was refused before its first step leaves nothing behind."""
+    outcome, where = launched.outcome, str(run.path)
+    if isinstance(launched.decision, Finish) and launched.decision.exit_code == PREEMPTED:
+        code = INTERRUPTED if outcome.interrupted == signal.SIGINT else PREEMPTED
+        is_saved = not any(one.failure and NOT_SAVED in one.failure.message for one in outcome.exits)
+        state = "stopped and saved" if is_saved else "stopped, its last state not saved"
+        again = shlex.join(resume_argv(spec, run.path))
+        return TrainReport(exit_code=code, run=where, failure=f"shardwise: {state}; continue with: {again}")
+    if outcome.interrupted:
+        # By SIGUSR1 a batch system asks for the node, not for an end: it begins again, if nothing was saved yet.
+        code = PREEMPTED if outcome.interrupted == signal.SIGUSR1 else INTERRUPTED
+        return TrainReport(exit_code=code, run=where, failure=f"shardwise: interrupted; the run is in {where}")
+    cause = root_cause(outcome.exits)
+    if cause is None and isinstance(launched.decision, Finish):
+        return _finished(run) if is_first else TrainReport(run=where)
+    failure = cause.failure if cause is not None else None
+    if failure is not None and failure.exit_code == BAD_INPUT and not run.has_trained:
+        run.remove()  # nothing was trained, so the refusal is the command's own
+        sentence = with_code(failure.message.replace("JOB.py", spec.job), failure.code)
+        return TrainReport(exit_code=BAD_INPUT, failure=f"shardwise: {sentence}", traceback=failure.traceback)
+    why = f"{explain_outcome(outcome, run)}\nshardwise: the run is in {where}"
+    return TrainReport(exit_code=JOB_FAILED, run=where, failure=why)
