@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardwise.layout import Layout as Layout
     from shardwise.parallel.apply import unwrap as unwrap
     from shardwise.parallel.gather import full_state_dict as full_state_dict
+    from shardwise.parity.verify import verify as verify
     from shardwise.plans import Plan as Plan
     from shardwise.runner.launch import launch as launch
     from shardwise.runner.train import train as train
@@ -52,6 +53,7 @@ _PUBLIC = {
     "schedules": ("shardwise.job.schedules", ""),
     "sgd": ("shardwise.job.optimizers", "SGD"),
     "train": ("shardwise.runner.train", "train"),
+    "verify": ("shardwise.parity.verify", "verify"),
     "unwrap": ("shardwise.parallel.apply", "unwrap"),
     "world": ("shardwise.dist", "world"),
 }

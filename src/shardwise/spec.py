@@ -139,8 +139,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int = 0
 
     def to_json(self) -> str:
-        """Return the figures as indented JSON."""
-        return msgspec.json.format(msgspec.json.encode(self, enc_hook=str), indent=2).decode()
+        """Return the figures as indented JSON; the exit code is the command's, not a figure."""
+        figures = msgspec.to_builtins(self, enc_hook=str)
+        del figures["exit_code"]
+        return msgspec.json.format(msgspec.json.encode(figures), indent=1).decode()
 
     def to_text(self) -> str:
         """Return the report as standard output shows it."""

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.job import refer
-from shardwise.parity import verify
+from shardwise.parity.verify import verify
 
 JOBS = Path(__file__).resolve().parents[2] / "examples" / "verify" / "architectures.py"
 DATA_PARALLEL = ["ddp", "zero3", "zero1", "zero2"]
@@ -19,7 +18,7 @@ PLANS = {
 
 
 def check(name, plans, nproc=2):
-    for verdict in verify(refer(f"{JOBS}:{name}", {}), plans, nproc=nproc).verdicts:
+    for verdict in verify(f"{JOBS}:{name}", plans, nproc=nproc).verdicts:
         assert verdict.status == "passed", verdict
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import default_collate
 
 import shardwise as sw
 from shardwise.job import load_job, refer
-from shardwise.parity import verify
+from shardwise.parity.verify import verify
 from shardwise.plans import Plan
 from shardwise.testing import run_ranks
 
@@ -86,7 +86,7 @@ Under cp, which takes no mask, decoders and encoders train on packed sequences.
 
 
 def judge(job, plans):
-    return verify(refer(f"{JOBS}:{job}", {}), plans, nproc=2, steps=STEPS, timeout_s=120).verdicts if plans else ()
+    return verify(f"{JOBS}:{job}", plans, nproc=2, steps=STEPS, timeout_s=120).verdicts if plans else ()
 
 
 def check(name, plans):

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.main import main
-from shardwise.job import refer
-from shardwise.parity import verify
 from shardwise.parity.plans import all_plans
-from shardwise.parity.report import markdown_table
+from shardwise.parity.spec import markdown_table
+from shardwise.parity.verify import verify
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "verify"
@@ -156,7 +155,7 @@ def test_a_slice_of_all_plans_computes_what_one_process_computes(job, nproc):
     slow = ("compile", "powersgd") if job == "llama" else ("compile", "powersgd", "pp", "tp")
     quick = [name for name in all_plans(nproc) if not any(word in name for word in slow)]
     chosen = random.Random(f"{job} {nproc}").sample(quick, 2)
-    report = verify(refer(f"{EXAMPLES}/{job}.py", {}), chosen, nproc=nproc, steps=STEPS)
+    report = verify(f"{EXAMPLES}/{job}.py", chosen, nproc=nproc, steps=STEPS)
     assert report.count("failed") == 0, report
 
 
@@ -165,7 +164,7 @@ def test_a_slice_of_all_plans_computes_what_one_process_computes(job, nproc):
 @pytest.mark.parametrize("nproc", [2, 4])
 @pytest.mark.parametrize("job", JOBS)
 def test_every_plan_computes_what_one_process_computes(job, nproc, reports):
-    report = verify(refer(f"{EXAMPLES}/{job}.py", {}), nproc=nproc, steps=STEPS)
+    report = verify(f"{EXAMPLES}/{job}.py", nproc=nproc, steps=STEPS)
     statuses = {verdict.plan: (verdict.status, verdict.reason) for verdict in report.verdicts}
     assert report.count("failed") == 0, statuses
     assert report.count("passed") >= 14, statuses
@@ -175,7 +174,7 @@ def test_every_plan_computes_what_one_process_computes(job, nproc, reports):
 @pytest.mark.prove
 @pytest.mark.timeout(1800)
 def test_every_exact_plan_is_resumed_as_the_next_one_on_other_ranks():
-    report = verify(refer(f"{EXAMPLES}/llama.py", {}), nproc=4, steps=6, resume=True)
+    report = verify(f"{EXAMPLES}/llama.py", nproc=4, steps=6, resume=True)
     statuses = {verdict.plan: (verdict.status, verdict.reason, verdict.findings) for verdict in report.verdicts}
     assert report.count("failed") == 0, statuses
     assert report.count("passed") >= 20, statuses
@@ -183,5 +182,5 @@ def test_every_exact_plan_is_resumed_as_the_next_one_on_other_ranks():
 
 @pytest.mark.prove
 def test_three_axes_on_eight_ranks_compute_what_one_process_computes():
-    (verdict,) = verify(refer(f"{EXAMPLES}/llama.py", {}), ["pp2.shard2.tp2+accumulation=4"], nproc=8).verdicts
+    (verdict,) = verify(f"{EXAMPLES}/llama.py", ["pp2.shard2.tp2+accumulation=4"], nproc=8).verdicts
     assert verdict.status == "passed", verdict

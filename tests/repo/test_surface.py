@@ -35,9 +35,9 @@ SURFACE = {
         "--precision",
         "--backend",
         "--resume",
-        "--propose-rules",
         "--shrink",
         "--set",
+        "--propose-rules",
         "--json",
         "--markdown",
         "--out",
@@ -239,6 +239,7 @@ PUBLIC = [
     "sgd",
     "train",
     "unwrap",
+    "verify",
     "world",
 ]
 

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 from shardwise.parity.capture import values_file
 from shardwise.parity.compare import evaluation_gaps, gradients_of, load_tensors, losses_of, rank_gaps, ratio
 from shardwise.parity.plans import in_precision
-from shardwise.parity.report import Finding, Gap
+from shardwise.parity.spec import Finding, Gap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
-    from shardwise.parity.bench import Record
     from shardwise.parity.plans import Exact
-    from shardwise.parity.report import Kind
+    from shardwise.parity.runner import Record
+    from shardwise.parity.spec import Kind
     from shardwise.plans import Plan
 
     Tensors = Mapping[str, Tensor]

@@ -21,7 +21,7 @@ from shardwise.parallel.gradsync import local
 from shardwise.parallel.keyed_draws import assign_places, draws_of
 from shardwise.parallel.keyed_masks import FirstPass
 from shardwise.parity.prepare import Preparation, prepare_job
-from shardwise.parity.ranks import PauseLimit, Pulse, watched
+from shardwise.parity.progress import PauseLimit, Pulse, watched
 from shardwise.parity.reference import PlainTraining, Variant, true_double, vary
 from shardwise.training.build import build_step
 from shardwise.training.evaluate import evaluate

@@ -16,7 +16,7 @@ from shardwise.parity.evidence import (
     plain_average,
     total_gradient,
 )
-from shardwise.parity.report import Finding
+from shardwise.parity.spec import Finding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

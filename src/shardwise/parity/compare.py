@@ -13,7 +13,7 @@ import torch
 
 from shardwise.parity.capture import Prints, Traced, grads_file, values_file
 from shardwise.parity.lives import relative
-from shardwise.parity.report import Gap, Kind
+from shardwise.parity.spec import Gap, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardwise.layout import Layout
-    from shardwise.parity.bench import Record
+    from shardwise.parity.runner import Record
 
 EXACT = 1e-9
 """Largest relative difference in fp64: rounding ends up near 1e-13, real differences near 1e-3."""

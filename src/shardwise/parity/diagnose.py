@@ -28,7 +28,7 @@ from shardwise.parity.causes import (
 from shardwise.parity.compare import SMALL, ratio, relative_gaps
 from shardwise.parity.evidence import misplaced_pieces
 from shardwise.parity.lives import relative
-from shardwise.parity.report import KEYED, Finding
+from shardwise.parity.spec import KEYED, Finding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from shardwise.parity.capture import Traced
     from shardwise.parity.compare import Comparison
-    from shardwise.parity.report import Gap
+    from shardwise.parity.spec import Gap
     from shardwise.plans import Plan
 
     Tensors = Mapping[str, Tensor]

@@ -20,8 +20,8 @@ from shardwise.parity.diagnose import diagnose
 from shardwise.parity.evidence import Cell, Evidence, mean_gradient
 from shardwise.parity.plans import one_process
 from shardwise.parity.prepare import prepare_job
-from shardwise.parity.ranks import on_ranks
 from shardwise.parity.reference import true_double
+from shardwise.parity.runner import on_ranks
 from shardwise.training.build import build_step
 from shardwise.training.step.first_step_checks import OutputRows
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from shardwise.data.feed import MicroBatch
     from shardwise.dist import World
     from shardwise.job import Job
-    from shardwise.parity.bench import Bench, Record
     from shardwise.parity.compare import Comparison
     from shardwise.parity.plans import Exact
     from shardwise.parity.reference import Variant
-    from shardwise.parity.report import Finding
+    from shardwise.parity.runner import ParityRunner, Record
+    from shardwise.parity.spec import Finding
     from shardwise.plans import Plan
 
 
@@ -52,20 +52,20 @@ class Case:
     comparison: Comparison
 
 
-def investigate(bench: Bench, case: Case) -> list[Finding]:
+def investigate(runner: ParityRunner, case: Case) -> list[Finding]:
     """Return the named causes of a divergence; trains the plan and one process once more."""
-    step = _step_of(case.comparison, bench.preparation.steps)
-    again = bench.run(case.plan, close_up=step)
-    expected = bench.one(case.precision, case.twin, close_up=step)
+    step = _step_of(case.comparison, runner.preparation.steps)
+    again = runner.run(case.plan, close_up=step)
+    expected = runner.one(case.precision, case.twin, close_up=step)
 
     def examine(world: World) -> list[Finding]:
         values = load_tensors(values_file(expected.folder, step))
-        parts = _take_apart(world, bench, case, again.folder, values)
+        parts = _take_apart(world, runner, case, again.folder, values)
         return diagnose(
             Evidence(
                 plan=case.plan,
                 comparison=case.comparison,
-                tolerance=bench.limits(case.precision).of("gradient"),
+                tolerance=runner.limits(case.precision).of("gradient"),
                 step=step,
                 traced=case.record.traced,
                 again=again.traced,
@@ -84,7 +84,7 @@ def investigate(bench: Bench, case: Case) -> list[Finding]:
         with true_double() if case.precision == "fp64" else nullcontext():
             return examine(world)
 
-    findings = on_ranks(examine_in_double, 1, timeout_s=bench.timeout_s)[0]
+    findings = on_ranks(examine_in_double, 1, timeout_s=runner.timeout_s)[0]
     again.discard()
     return findings
 
@@ -97,10 +97,10 @@ def _step_of(comparison: Comparison, steps: int) -> int:
     return first.step
 
 
-def _take_apart(world: World, bench: Bench, case: Case, folder: Path, values: dict[str, Any]) -> dict[str, Any]:
+def _take_apart(world: World, runner: ParityRunner, case: Case, folder: Path, values: dict[str, Any]) -> dict[str, Any]:
     """Return the parts of the evidence that need the model, at the weights that one process had before the step."""
-    job = prepare_job(bench.preparation)
-    model = unwrap(build_step(job, one_process(bench.batch_size, dtype=case.precision), world).model)
+    job = prepare_job(runner.preparation)
+    model = unwrap(build_step(job, one_process(runner.batch_size, dtype=case.precision), world).model)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             tensor.copy_({**values["parameters"], **values["buffers"]}[name])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shardwise.parity.report import KEYED, Finding, Gap
+from shardwise.parity.spec import KEYED, Finding, Gap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -16,8 +16,8 @@ from shardwise.errors import InputError
 from shardwise.parallel.apply import unwrap
 from shardwise.parity.capture import Print, fingerprint
 from shardwise.parity.prepare import Preparation, prepare_job
-from shardwise.parity.ranks import PauseLimit, Pulse, watched
-from shardwise.parity.report import Finding
+from shardwise.parity.progress import PauseLimit, Pulse, watched
+from shardwise.parity.spec import Finding
 from shardwise.training.build import build_step
 
 if TYPE_CHECKING:

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from shardwise.parity.bench import Record
     from shardwise.parity.plans import Exact
-    from shardwise.parity.report import Gap, Kind
+    from shardwise.parity.runner import Record
+    from shardwise.parity.spec import Gap, Kind
 
 LOOSEST = 1e-6
 """Largest limit of fp64: a job whose own noise asks for more computes in less than fp64, or is not a function."""

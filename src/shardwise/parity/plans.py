@@ -12,7 +12,7 @@ from shardwise.plans import Plan, Precision
 from shardwise.plans.pipeline import SCHEDULES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from shardwise.job.engine import MadeFor
 
@@ -81,6 +81,20 @@ def _products(nproc: int) -> list[str]:
     if nproc % 8 == 0:
         hybrids.append(f"pp2.shard{nproc // 4}.tp2+accumulation=4")
     return hybrids
+
+
+def named_plans(plans: str | Sequence[str], settings: Mapping[str, str]) -> list[str] | None:
+    """Return the plans that were asked for, each with the settings for all of them; None for "all" there are."""
+    if plans != "all":
+        more = "".join(f"+{key}={value}" for key, value in settings.items())
+        return [name + more for name in parse_plans(plans if isinstance(plans, str) else ",".join(plans))]
+    if settings:
+        raise InputError(
+            f"--set {next(iter(settings))} is a field of plans, and --plans all brings its own",
+            code="cli.option-not-applicable",
+            fix="name the plans",
+        )
+    return None
 
 
 def parse_plans(text: str) -> list[str]:

@@ -10,18 +10,18 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset, Subset
 
-from shardwise.errors import JobError
+from shardwise.errors import InputError, JobError
 from shardwise.job import Job, JobReference, load_job
 from shardwise.job.engine import is_mlx
 from shardwise.models import Decoder
+from shardwise.planner.job_plan import split_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardwise.job import Lora
+    from shardwise.parity.spec import VerifySpec
 
-STEPS = 4
-"""By default: two full steps, a short one, and a full one that shows what the short one left behind."""
 _MOST_LAYERS = 8
 """Enough for four pipeline ranks with two stages each."""
 _HEAD_WIDTH = 8
@@ -32,7 +32,8 @@ _MOST_GROUPS = 4
 class Preparation(msgspec.Struct, frozen=True, kw_only=True):
     """What every rank does to the job before it trains it."""
 
-    reference: JobReference
+    source: JobReference | Job
+    """Where the job is loaded from; a Job itself reaches forked ranks as it is."""
     steps: int
     shrink: bool = False
     dropout: bool = False
@@ -43,8 +44,7 @@ class Preparation(msgspec.Struct, frozen=True, kw_only=True):
 
 def prepare_job(preparation: Preparation) -> Job:
     """Load the job and make it what verify trains; called on every rank."""
-    job = load_job(preparation.reference)
-
+    job = source_job(preparation.source)
     return dataclasses.replace(
         job,
         model=PreparedModel(job, preparation),
@@ -57,6 +57,29 @@ def prepare_job(preparation: Preparation) -> Job:
         tensor_rules=preparation.tensor_rules or job.tensor_rules,
         lora=_prepare_lora(job, preparation),
     )
+
+
+def source_job(source: JobReference | Job) -> Job:
+    """Return a job as its user wrote it."""
+    return source if isinstance(source, Job) else load_job(source)
+
+
+def job_source(spec: VerifySpec, job: Job | None) -> tuple[JobReference | Job, dict[str, str]]:
+    """Return where ranks get the job from, with its settings applied, and the settings that are for plans."""
+    if job is None:
+        return split_settings(spec.job, spec.settings)
+    if spec.settings:
+        raise InputError(
+            f"set={list(spec.settings)} overrides a job file, and the job is a Job object",
+            code="verify.settings-of-job-object",
+            fix="use dataclasses.replace(job, ...), or plans written as ddp+KEY=VALUE",
+        )
+    return job, {}
+
+
+def job_name(source: JobReference | Job) -> str:
+    """Return what reports call a job."""
+    return "job" if isinstance(source, Job) else source.name
 
 
 class PreparedData:

@@ -11,22 +11,24 @@ import msgspec
 from torch.utils.data import default_collate
 
 from shardwise.data.loaders import dataset_of
-from shardwise.errors import JobError
+from shardwise.errors import InputError, JobError
+from shardwise.job.job import rules_to_toml
 from shardwise.launcher.local.function import run_forked
 from shardwise.parallel.blueprint import structure
 from shardwise.parallel.propose_rules import ProposedSplit, merged, propose_cuts
-from shardwise.parity.bench import Bench
-from shardwise.parity.prepare import STEPS, Preparation, prepare_job
-from shardwise.parity.ranks import preload
-from shardwise.parity.report import PlanVerdict, verdict_words
+from shardwise.parity.prepare import Preparation, job_name, job_source, prepare_job
+from shardwise.parity.runner import ParityRunner, preload
+from shardwise.parity.spec import PROPOSE_NPROC, PlanVerdict, verdict_lines
 from shardwise.parity.verify import judge
 from shardwise.runs.console import CHECK_FAILED, DONE
+from shardwise.spec import Report
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
-    from shardwise.job import Job, JobReference
+    from shardwise.job import Job
     from shardwise.parity.plans import Exact
+    from shardwise.parity.spec import VerifySpec
 
     OnTrial = Callable[[dict[str, str], PlanVerdict], None]
 
@@ -34,7 +36,7 @@ SAMPLES = 2
 """In the batch that the model is looked at with; batch norm needs more than one."""
 
 
-class RulesProposal(msgspec.Struct, frozen=True, kw_only=True):
+class RulesReport(Report, frozen=True, kw_only=True):
     """Rules for a job's model, and how they were confirmed."""
 
     job: str
@@ -47,61 +49,94 @@ class RulesProposal(msgspec.Struct, frozen=True, kw_only=True):
     weakened: dict[str, str]
     """What failed on the way: the part of the model -> why."""
 
-    @property
-    def exit_code(self) -> int:
-        """0 with rules, 3 without."""
-        return DONE if self.rules else CHECK_FAILED
+    def to_text(self) -> str:
+        """Return the rules as they are pasted into a job file; empty without any."""
+        if not self.rules:
+            return ""
+        lines = [f"    {pattern!r}: {style!r},".replace("'", '"') for pattern, style in self.rules.items()]
+        return "\n".join(["tensor_rules={", *lines, "},"])
+
+    def to_toml(self) -> str:
+        """Return the rules as a file that `Job(tensor_rules=...)` reads."""
+        return rules_to_toml(self.rules, self.summary)
+
+    def note(self) -> str:
+        """Return why parts of the model are split less than they could be, and the result."""
+        lines = [f"{part} could be split more, but then: {reason}" for part, reason in self.weakened.items()]
+        return "\n".join([*lines, self.summary])
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """The result in one sentence."""
         if self.rules and self.verdict is not None:
             worst = f", worst gap {self.verdict.worst.relative:.1e}" if self.verdict.worst else ""
             return f"{self.model}: {len(self.rules)} tensor rules confirmed, tp={self.nproc} equals one process{worst}"
         if self.verdict is None:
-            return f"{self.model} cannot be cut for tp={self.nproc}: no linear module and no embedding of it allows it"
+            return (
+                f"{self.model} cannot be split for tp={self.nproc}: no linear module and no embedding of it allows it"
+            )
         return f"{self.model}: no proposal for tp={self.nproc} equals one process: {_reason(self.verdict)}"
 
 
-def propose(
-    reference: JobReference,
-    *,
-    nproc: int,
-    steps: int = STEPS,
-    precision: Exact = "fp64",
-    shrink: bool = False,
-    timeout_s: float = 600.0,
-    on_trial: OnTrial = lambda *_: None,
-) -> RulesProposal:
-    """Propose tensor rules for the job's model and train it by them on `nproc` forked ranks, beside one process.
+def propose_rules(spec: VerifySpec, *, job: Job | None = None, on_trial: OnTrial = lambda *_: None) -> RulesReport:
+    """Propose tensor rules for the job's model and train it by them on forked ranks, beside one process.
 
-    What fails is narrowed: each part of the model alone, by weaker ways, and what passed together again. This process
-    runs no tensor operation.
+    `job` stands for the job file where there is none. Rules that fail are narrowed: each part of the model alone, by
+    weaker ways, and what passed together again. This process runs no tensor operation.
     """
+    source, plan_settings = job_source(spec, job)
+    nproc = spec.nproc or PROPOSE_NPROC
+    _check_options(spec, nproc, plan_settings)
     preload()
-    preparation = Preparation(reference=reference, steps=steps, shrink=shrink)
-    model, batch_size, cuts = run_forked(lambda _: _look(preparation, nproc), 1, timeout_s=timeout_s)[0]
+    preparation = Preparation(source=source, steps=spec.num_steps, shrink=spec.shrink)
+    model, batch_size, cuts = run_forked(lambda _: _look(preparation, nproc), 1, timeout_s=spec.timeout_s)[0]
     with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as folder:
-        bench = Bench(preparation=preparation, batch_size=batch_size, folder=Path(folder), timeout_s=timeout_s)
+        runner = ParityRunner(
+            preparation=preparation, batch_size=batch_size, folder=Path(folder), timeout_s=spec.timeout_s
+        )
         if cuts:
-            preload(bench.one(precision).traced[0].imported)
-        trials = _Trials(bench, nproc, precision, on_trial)
+            preload(runner.one(spec.precision).traced[0].imported)
+        trials = _Trials(runner, nproc, spec.precision, on_trial)
         rules = _narrow(cuts, trials)
-    return RulesProposal(
-        job=reference.name,
+    return RulesReport(
+        job=job_name(source),
         model=model,
         nproc=nproc,
         rules=rules,
         verdict=trials.last,
         weakened=_weakened(cuts, trials, rules),
+        exit_code=DONE if rules else CHECK_FAILED,
     )
+
+
+def _check_options(spec: VerifySpec, nproc: int, plan_settings: Mapping[str, str]) -> None:
+    """Refuse what only a comparison of plans can be asked."""
+    options = {
+        "--plans": spec.plans != "all",
+        "--resume": spec.resume,
+        f"--backend {spec.backend}": spec.backend != "gloo",
+    }
+    options |= {f"--set {key}": True for key in plan_settings}
+    for option, is_given in options.items():
+        if is_given:
+            raise InputError(
+                f"--propose-rules tries tp alone, and {option} asks for more",
+                code="cli.options-conflict",
+                fix="run one after the other",
+            )
+    if nproc == 1:
+        raise InputError(
+            "--propose-rules tries rules with tp=1, and tp=1 splits nothing",
+            code="verify.rules-one-rank",
+            fix="use --nproc 2 or more",
+        )
 
 
 class _Trials:
     """Parity runs by rules; the same rules are tried once."""
 
-    def __init__(self, bench: Bench, nproc: int, precision: Exact, on_trial: OnTrial) -> None:
-        self._bench = bench
+    def __init__(self, runner: ParityRunner, nproc: int, precision: Exact, on_trial: OnTrial) -> None:
+        self._runner = runner
         self._nproc = nproc
         self._precision = precision
         self._on_trial = on_trial
@@ -112,9 +147,9 @@ class _Trials:
         """Train by the rules and compare; communicates over ranks that it forks."""
         key = frozenset(rules.items())
         if key not in self.verdicts:
-            self._bench.preparation = msgspec.structs.replace(self._bench.preparation, tensor_rules=rules)
+            self._runner.preparation = msgspec.structs.replace(self._runner.preparation, tensor_rules=rules)
             began = time.perf_counter()
-            verdict = judge(self._bench, "tp", self._nproc, self._precision)
+            verdict = judge(self._runner, "tp", self._nproc, self._precision)
             self.verdicts[key] = msgspec.structs.replace(verdict, seconds=time.perf_counter() - began)
             self._on_trial(rules, self.verdicts[key])
         self.last = self.verdicts[key]
@@ -168,5 +203,5 @@ def _weakened(cuts: Iterable[ProposedSplit], trials: _Trials, rules: dict[str, s
 
 def _reason(verdict: PlanVerdict) -> str:
     """Name the value that parted first; the finding, or what a rank raised, says the rest."""
-    words = verdict_words(verdict)
-    return words[-1] if words else verdict.status
+    lines = verdict_lines(verdict)
+    return lines[-1] if lines else verdict.status

@@ -15,34 +15,34 @@ from shardwise.parity.kill import Kill, LifeFolder, choose_kills, live
 from shardwise.parity.lives import BETWEEN, Life, find_parting, loss_gaps, name_values
 from shardwise.parity.noise import is_comparable
 from shardwise.parity.plans import changed_numbers, in_precision, settle_plan
-from shardwise.parity.ranks import on_ranks
-from shardwise.parity.report import Finding, Gap, PlanVerdict
+from shardwise.parity.runner import on_ranks
+from shardwise.parity.spec import Finding, Gap, PlanVerdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardwise.parity.bench import Bench
     from shardwise.parity.compare import Limits
     from shardwise.parity.plans import Exact
-    from shardwise.parity.report import Kind
+    from shardwise.parity.runner import ParityRunner
+    from shardwise.parity.spec import Kind
     from shardwise.plans import Plan
 
 _KINDS: tuple[Kind, ...] = ("parameter", "buffer")
 
 
-def judge_resume(bench: Bench, name: str, plan: Plan, names: Sequence[str], precision: Exact) -> PlanVerdict:
+def judge_resume(runner: ParityRunner, name: str, plan: Plan, names: Sequence[str], precision: Exact) -> PlanVerdict:
     """Train `plan` uninterrupted; then killed, resumed, killed, and resumed on other ranks as the next of `names`.
 
     Each life runs on forked ranks of its own; this process runs no tensor operation.
     """
-    kills = choose_kills(name, bench.preparation.steps)
-    one = bench.one(precision).traced[0]
+    kills = choose_kills(name, runner.preparation.steps)
+    one = runner.one(precision).traced[0]
     plan = in_precision(plan, precision)
-    targets = _other_worlds(bench, name, plan, names, has_batch_norm=one.has_batch_norm)
-    limits = bench.limits(precision)
+    targets = _other_worlds(runner, name, plan, names, has_batch_norm=one.has_batch_norm)
+    limits = runner.limits(precision)
     here = f"{name} on {_ranks(plan)}"
-    with tempfile.TemporaryDirectory(dir=bench.folder) as folder:
-        lab = _Lab(bench=bench, folder=Path(folder))
+    with tempfile.TemporaryDirectory(dir=runner.folder) as folder:
+        lab = _Lab(runner=runner, folder=Path(folder))
         whole = lab.live("whole", here, plan, saves=False)
         first = lab.live("first", here, plan, kill=kills[0])
         # The first kill comes before the checkpoint of its step, the second tears the one that it names.
@@ -52,11 +52,11 @@ def judge_resume(bench: Bench, name: str, plan: Plan, names: Sequence[str], prec
         parting = find_parting(whole, [first, second, last], limits.of("loss"), drawn_by=one.drawn_by)
         finding = None if parting is None else parting.finding
         if parting is None:
-            final = bench.apart(lambda: value_gaps(lab.at("last"), lab.at("whole"), limits))
+            final = runner.apart(lambda: value_gaps(lab.at("last"), lab.at("whole"), limits))
             noise = limits
-            if any(gap.beyond > 1 for gap in final) and is_comparable(bench.noise(precision)):
-                noise = bench.noise(precision)
-                final = bench.apart(lambda: value_gaps(lab.at("last"), lab.at("whole"), noise))
+            if any(gap.beyond > 1 for gap in final) and is_comparable(runner.noise(precision)):
+                noise = runner.noise(precision)
+                final = runner.apart(lambda: value_gaps(lab.at("last"), lab.at("whole"), noise))
             finding = name_values(final)
             gaps += final
         elif parting.life is last and not one.drawn_by:
@@ -83,7 +83,7 @@ def value_gaps(folder: LifeFolder, expected: LifeFolder, limits: Limits) -> list
 
 
 def _other_worlds(
-    bench: Bench, name: str, plan: Plan, names: Sequence[str], *, has_batch_norm: bool
+    runner: ParityRunner, name: str, plan: Plan, names: Sequence[str], *, has_batch_norm: bool
 ) -> list[tuple[str, Plan]]:
     """Return plans to go on under with their words, best first: the next one named, this one, plain replicas."""
     here = plan.layout.world_size
@@ -92,7 +92,7 @@ def _other_worlds(
     found = {}
     for each, on in dict.fromkeys([(following, size), (name, size), ("ddp", size), ("ddp", min(size, 1))]):
         try:
-            other = _settle_on(bench, each, on, usual=here)
+            other = _settle_on(runner, each, on, usual=here)
             require_supported(other)
         except InputError:
             continue
@@ -108,9 +108,9 @@ def _other_worlds(
     return list(found.items())
 
 
-def _settle_on(bench: Bench, name: str, size: int, *, usual: int) -> Plan:
+def _settle_on(runner: ParityRunner, name: str, size: int, *, usual: int) -> Plan:
     """Settle a plan on another number of ranks: by its name, or refitted from the usual number."""
-    settle = partial(settle_plan, name, batch_size=bench.batch_size, made_for=bench.made_for)
+    settle = partial(settle_plan, name, batch_size=runner.batch_size, made_for=runner.made_for)
     try:
         return settle(nproc=size)
     except InputError:
@@ -126,7 +126,7 @@ def _ranks(plan: Plan) -> str:
 class _Lab:
     """Runs the lives of one plan, which share a folder of checkpoints."""
 
-    bench: Bench
+    runner: ParityRunner
     folder: Path
 
     def at(self, name: str) -> LifeFolder:
@@ -143,10 +143,10 @@ class _Lab:
         size = plan.layout.world_size
         try:
             on_ranks(
-                lambda world: live(world, self.bench.preparation, plan, here, checkpoints, kill),
+                lambda world: live(world, self.runner.preparation, plan, here, checkpoints, kill),
                 size,
-                timeout_s=self.bench.timeout_s,
-                backend=self.bench.backend,
+                timeout_s=self.runner.timeout_s,
+                backend=self.runner.backend,
             )
         except RankFailedError:
             if not here.killed.exists():

@@ -5,18 +5,18 @@ from __future__ import annotations
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from shardwise.bench.ranks import require_backend
 from shardwise.engines.available import preload_engine, require_engine
 from shardwise.errors import InputError
-from shardwise.job import load_job
+from shardwise.job import Job
 from shardwise.job.engine import engine_of
 from shardwise.launcher.local.function import run_forked
 from shardwise.parallel.support import require_supported
 from shardwise.parity.bands import exact_counterpart, loss_band_gaps, no_exact_cause, rounding_gaps, rounds_in
-from shardwise.parity.bench import Bench
 from shardwise.parity.compare import EXACT
 from shardwise.parity.investigate import Case, investigate
 from shardwise.parity.kill import choose_kills
@@ -27,19 +27,21 @@ from shardwise.parity.plans import (
     changed_numbers,
     in_precision,
     measured_in,
+    named_plans,
     one_process,
     settle_plan,
 )
-from shardwise.parity.prepare import STEPS, Preparation
-from shardwise.parity.ranks import StuckError, preload, require_meeting
+from shardwise.parity.prepare import Preparation, job_name, job_source, source_job
+from shardwise.parity.progress import StuckError
 from shardwise.parity.reference import Variant
-from shardwise.parity.report import Finding, Gap, PlanVerdict, VerifyReport
 from shardwise.parity.resume import judge_resume
+from shardwise.parity.runner import ParityRunner, preload
+from shardwise.parity.spec import NPROC, Finding, Gap, PlanVerdict, VerifyReport, VerifySpec
+from shardwise.spec import signature_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from shardwise.job import Job, JobReference
     from shardwise.job.engine import MadeFor
     from shardwise.job.job import Masks
     from shardwise.parity.capture import Traced
@@ -55,65 +57,73 @@ _NOTES = {
 _BACKEND_NOTES = {"mpi": ("plans on several ranks ran over mpi, started by mpirun",)}
 
 
-def verify(
-    reference: JobReference,
-    plans: Sequence[str] | None = None,
-    *,
-    nproc: int,
-    steps: int = STEPS,
-    precision: Exact = "fp64",
-    shrink: bool = False,
-    resume: bool = False,
-    timeout_s: float = 600.0,
-    backend: str = "gloo",
-    on_verdict: Callable[[PlanVerdict], None] = lambda _: None,
-) -> VerifyReport:
-    """Train the job under each plan from the same weights and data as one process, and compare all numbers.
+def verify(job: Job | VerifySpec | str | Path, plans: str | Sequence[str] = "all", **options: Any) -> VerifyReport:
+    """Train a job under each plan and in one process, from the same weights and data, and compare every number.
 
-    `plans` are written as SPEC+KEY=VALUE; None is every plan of `all_plans`, where one that does not fit the job is
-    no failure. Each plan trains on `nproc` CPU ranks, forked or, over "mpi", started by mpirun; this process runs no
-    tensor operation. With `resume` each is compared with itself instead: killed and resumed, on other ranks as the
-    next plan, beside a run that nobody stopped.
+    `job` is a Job or the path of a job file, `plans` is "all" or plans written as SPEC+KEY=VALUE; `VerifySpec` has the
+    other options. Ranks are forks of this process, on the CPU; this process runs no tensor operation.
     """
-    if resume:
+    if isinstance(job, VerifySpec):
+        return verify_job(job)
+    if isinstance(job, Job):
+        return verify_job(VerifySpec.of(job="", plans=plans, **options), job=job)
+    return verify_job(VerifySpec.of(job=str(job), plans=plans, **options))
+
+
+verify.__signature__ = signature_of(VerifySpec, "VerifyReport")  # type: ignore[attr-defined]
+
+
+def verify_job(
+    spec: VerifySpec, *, job: Job | None = None, on_verdict: Callable[[PlanVerdict], None] = lambda _: None
+) -> VerifyReport:
+    """Return how each plan compares with one process; `job` stands for the job file where there is none.
+
+    With "all" plans, one that does not fit the job is not a failure. With `spec.resume` each plan is compared with
+    itself instead: killed and resumed, on other ranks as the next plan, beside a run without a kill.
+    """
+    source, plan_settings = job_source(spec, job)
+    named = named_plans(spec.plans, plan_settings)
+    nproc, steps = spec.nproc or NPROC, spec.num_steps
+    if spec.resume:
         choose_kills("", steps)  # refuses too few steps
-    require_meeting(backend)
+    if spec.backend == "mpi":
+        require_backend(spec.backend)
     preload()
     # In a fork: a job file may run tensor operations when it is loaded, and this process must stay fit to be forked.
-    batch_size, masks, made_for = run_forked(lambda _: _facts(load_job(reference)), 1, timeout_s=timeout_s)[0]
-    require_engine(one_process(batch_size, dtype=precision, made_for=made_for))
-    names = all_plans(nproc) if plans is None else list(plans)
-    if plans is not None:
+    facts = run_forked(lambda _: _facts(source_job(source)), 1, timeout_s=spec.timeout_s)[0]
+    batch_size, masks, made_for = facts
+    require_engine(one_process(batch_size, dtype=spec.precision, made_for=made_for))
+    names = all_plans(nproc) if named is None else named
+    if named is not None:
         _check_plans(names, batch_size=batch_size, nproc=nproc, made_for=made_for)
-    preparation = Preparation(reference=reference, steps=steps, shrink=shrink)
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as folder:
-        bench = Bench(
-            preparation=preparation,
+        runner = ParityRunner(
+            preparation=Preparation(source=source, steps=steps, shrink=spec.shrink),
             batch_size=batch_size,
             folder=Path(folder),
-            timeout_s=timeout_s,
-            backend=backend,
+            timeout_s=spec.timeout_s,
+            backend=spec.backend,
             made_for=made_for,
         )
-        precision, notes = bench.exact(precision)
-        one = bench.one(precision).traced[0]
+        precision, notes = runner.exact(spec.precision)
+        one = runner.one(precision).traced[0]
         preload(one.imported)
         for name in names:
             began = time.perf_counter()
-            verdict = judge(bench, name, nproc, precision, resumed_as=names if resume else None)
-            if plans is None and verdict.status == "refused":
+            verdict = judge(runner, name, nproc, precision, resumed_as=names if spec.resume else None)
+            if named is None and verdict.status == "refused":
                 verdict = msgspec.structs.replace(verdict, status="does not apply")
             verdicts.append(msgspec.structs.replace(verdict, seconds=time.perf_counter() - began))
             on_verdict(verdicts[-1])
-    return VerifyReport(
-        job=reference.name,
+    return VerifyReport.of(
+        verdicts,
+        job=job_name(source),
         nproc=nproc,
         steps=steps,
         precision=precision,
-        beside="a run that nobody stopped" if resume else "one process",
-        notes=(_NOTES[masks], *_BACKEND_NOTES.get(backend, ()), *notes, *_coverage(one, batch_size), *one.remarks),
-        verdicts=tuple(verdicts),
+        beside="a run that nobody stopped" if spec.resume else "one process",
+        notes=(_NOTES[masks], *_BACKEND_NOTES.get(spec.backend, ()), *notes, *_coverage(one, batch_size), *one.remarks),
     )
 
 
@@ -143,20 +153,20 @@ def _facts(job: Job) -> tuple[int, Masks, MadeFor]:
 
 
 def judge(
-    bench: Bench, name: str, nproc: int, precision: Exact, *, resumed_as: Sequence[str] | None = None
+    runner: ParityRunner, name: str, nproc: int, precision: Exact, *, resumed_as: Sequence[str] | None = None
 ) -> PlanVerdict:
     """Train one plan and give a verdict; whatever a rank raises is part of it."""
     try:
-        plan = settle_plan(name, batch_size=bench.batch_size, nproc=nproc, made_for=bench.made_for)
+        plan = settle_plan(name, batch_size=runner.batch_size, nproc=nproc, made_for=runner.made_for)
         require_supported(plan)
         precision = measured_in(plan, precision)
-        changes = changed_numbers(plan, has_batch_norm=bench.one(precision).traced[0].has_batch_norm)
+        changes = changed_numbers(plan, has_batch_norm=runner.one(precision).traced[0].has_batch_norm)
         if resumed_as is not None:
             _require_exact(changes)
-            return judge_resume(bench, name, plan, resumed_as, precision)
+            return judge_resume(runner, name, plan, resumed_as, precision)
         if changes:
-            return _judge_by_band(bench, name, plan, changes)
-        return _judge_by_value(bench, name, in_precision(plan, precision), precision)
+            return _judge_by_band(runner, name, plan, changes)
+        return _judge_by_value(runner, name, in_precision(plan, precision), precision)
     except InputError as error:
         return PlanVerdict(plan=name, status="refused", reason=str(error))
     except StuckError as error:
@@ -165,7 +175,7 @@ def judge(
             plan=name, status="failed", findings=(Finding(cause="hang", evidence=str(error), ranks=ranks),)
         )
     except Exception as error:  # noqa: BLE001 - a plan that crashes has failed, and the others are still to be seen
-        return PlanVerdict(plan=name, status="failed", reason=_crash_words(error))
+        return PlanVerdict(plan=name, status="failed", reason=_crash_text(error))
 
 
 def _require_exact(changes: dict[str, float]) -> None:
@@ -177,7 +187,7 @@ def _require_exact(changes: dict[str, float]) -> None:
         )
 
 
-def _crash_words(error: Exception) -> str:
+def _crash_text(error: Exception) -> str:
     """Say in one line what a rank raised and where."""
     said = (str(error).strip().splitlines() or [""])[0]
     lines = [line.strip() for note in getattr(error, "__notes__", []) for line in note.splitlines()]
@@ -187,24 +197,24 @@ def _crash_words(error: Exception) -> str:
     return f"a rank raised {type(error).__name__}: {said}" + (f" ({places[-1]})" if places else "")
 
 
-def _judge_by_value(bench: Bench, name: str, plan: Plan, precision: Exact) -> PlanVerdict:
+def _judge_by_value(runner: ParityRunner, name: str, plan: Plan, precision: Exact) -> PlanVerdict:
     """Compare every value, and look for the cause when one is off."""
-    variant = _twin(bench, plan, precision)
-    record = bench.run(plan)
-    comparison, limits = bench.compare_with_one(record, bench.one(precision, variant), precision)
-    if precision == "fp64" and _casts_inside(bench, comparison):
+    variant = _twin(runner, plan, precision)
+    record = runner.run(plan)
+    comparison, limits = runner.compare_with_one(record, runner.one(precision, variant), precision)
+    if precision == "fp64" and _casts_inside(runner, comparison):
         record.discard()
-        verdict = _judge_by_value(bench, name, in_precision(plan, "fp32"), "fp32")
+        verdict = _judge_by_value(runner, name, in_precision(plan, "fp32"), "fp32")
         note = "; not in fp64, where one process differs from itself: the model casts to a lower precision"
         return msgspec.structs.replace(verdict, measure=verdict.measure + note)
     if comparison.first is None:
-        findings = [*not_applied(plan, record.traced), *_mask_findings(bench, plan, precision)]
+        findings = [*not_applied(plan, record.traced), *_mask_findings(runner, plan, precision)]
     elif plan.engine == "mlx":
         evidence = f"{comparison.first} parted first; causes are looked for in models of torch alone"
         findings = [Finding(cause="not known", evidence=evidence)]
     else:
         case = Case(plan=plan, precision=precision, twin=variant, record=record, comparison=comparison)
-        findings = investigate(bench, case)
+        findings = investigate(runner, case)
     record.discard()
     return PlanVerdict(
         plan=name,
@@ -217,10 +227,10 @@ def _judge_by_value(bench: Bench, name: str, plan: Plan, precision: Exact) -> Pl
     )
 
 
-def _casts_inside(bench: Bench, comparison: Comparison) -> bool:
+def _casts_inside(runner: ParityRunner, comparison: Comparison) -> bool:
     """Whether what is off in fp64 is as small as the noise of a model that computes in less inside."""
     first = comparison.first
-    return first is not None and may_be_noise(first) and computes_in_less(bench.noise("fp64"))
+    return first is not None and may_be_noise(first) and computes_in_less(runner.noise("fp64"))
 
 
 def _measure(precision: Exact, limits: Limits) -> str:
@@ -231,11 +241,11 @@ def _measure(precision: Exact, limits: Limits) -> str:
     return _MEASURES[precision] + conditions(limits)
 
 
-def _mask_findings(bench: Bench, plan: Plan, precision: Exact) -> list[Finding]:
+def _mask_findings(runner: ParityRunner, plan: Plan, precision: Exact) -> list[Finding]:
     """Look at drawn dropout masks, which are off while numbers are compared, in one more step with dropout on."""
-    if plan.layout.world_size == 1 or plan.engine == "mlx" or not bench.one(precision).traced[0].silenced:
+    if plan.layout.world_size == 1 or plan.engine == "mlx" or not runner.one(precision).traced[0].silenced:
         return []
-    finding = bench.mask_finding(plan)
+    finding = runner.mask_finding(plan)
     return [] if finding is None else [finding]
 
 
@@ -258,34 +268,34 @@ def _all_alike(traced: Sequence[Traced], ranks: Sequence[int]) -> bool:
     return len(ranks) > 1 and len({tuple(traced[rank].parameters[0]) for rank in ranks}) == 1
 
 
-def _twin(bench: Bench, plan: Plan, precision: Exact) -> Variant:
+def _twin(runner: ParityRunner, plan: Plan, precision: Exact) -> Variant:
     """Return how one process must group its rows to be comparable: batch statistics belong to a micro-batch."""
-    has_batch_norm = bench.one(precision).traced[0].has_batch_norm
+    has_batch_norm = runner.one(precision).traced[0].has_batch_norm
     if has_batch_norm and plan.accumulation > 1:
         return Variant(readers=plan.layout.dp, accumulation=plan.accumulation)
     return Variant()
 
 
-def _judge_by_band(bench: Bench, name: str, plan: Plan, changes: dict[str, float]) -> PlanVerdict:
+def _judge_by_band(runner: ParityRunner, name: str, plan: Plan, changes: dict[str, float]) -> PlanVerdict:
     """Compare losses by a band, and gradients and updates by the rounding that one process shows."""
-    steps = _band_steps(plan, bench.preparation.steps)
-    twin = _twin(bench, plan, "fp32")
-    expected = bench.one("fp32", twin, steps=steps)
-    record = bench.run(plan, steps=steps)
+    steps = _band_steps(plan, runner.preparation.steps)
+    twin = _twin(runner, plan, "fp32")
+    expected = runner.one("fp32", twin, steps=steps)
+    record = runner.run(plan, steps=steps)
     band = sum(changes.values())
     gaps = loss_band_gaps(record, expected, band)
     measure = f"losses within {band:.0%} of fp32, since it {' and '.join(changes)}"
     dtype = rounds_in(plan)
     if dtype is not None:
-        lower = bench.one_in(plan, twin)
-        gaps += bench.apart(lambda: rounding_gaps(record, expected, lower, plan))
+        lower = runner.one_in(plan, twin)
+        gaps += runner.apart(lambda: rounding_gaps(record, expected, lower, plan))
         measure += f"; gradients and updates as close to fp32 as one process in {dtype}"
     record.discard()
     first = next((gap for gap in gaps if not gap.beyond <= 1), None)
     if first is None:
-        findings = _mask_findings(bench, plan, "fp32")
+        findings = _mask_findings(runner, plan, "fp32")
     else:
-        findings = [] if dtype is None else _exact_causes(bench, name, plan, first, dtype)
+        findings = [] if dtype is None else _exact_causes(runner, name, plan, first, dtype)
     return PlanVerdict(
         plan=name,
         status="failed" if first is not None or findings else "passed",
@@ -305,8 +315,8 @@ def _band_steps(plan: Plan, steps: int) -> int:
     return steps
 
 
-def _exact_causes(bench: Bench, name: str, plan: Plan, first: Gap, dtype: str) -> list[Finding]:
+def _exact_causes(runner: ParityRunner, name: str, plan: Plan, first: Gap, dtype: str) -> list[Finding]:
     """Look for the cause in the plan without lower precision, where values can be compared."""
     precision = measured_in(plan, "fp64")
-    exact = _judge_by_value(bench, name, exact_counterpart(plan, precision), precision)
+    exact = _judge_by_value(runner, name, exact_counterpart(plan, precision), precision)
     return list(exact.findings) or [no_exact_cause(first, dtype)]

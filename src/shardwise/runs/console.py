@@ -32,6 +32,16 @@ def _print(text: str, stream: TextIO) -> None:
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
 
+def render_table(table: Any, *, width: int) -> str:
+    """Return a table of rich as text: as wide and as colorful as the terminal, else `width` columns."""
+    from rich.console import Console
+
+    console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else width)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get().rstrip("\n")
+
+
 # Text that every file and terminal can take: the bytes of a path or an argument need not be UTF-8.
 
 

@@ -11,10 +11,10 @@ from training.sentences import sentences_job
 
 import shardwise as sw
 from refusals import refuses
-from shardwise.job import losses, refer
+from shardwise.job import losses
 from shardwise.parallel.fused_loss import DeferredLogits, fuse_head
 from shardwise.parallel.support import require_supported
-from shardwise.parity import verify
+from shardwise.parity.verify import verify
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.testing import run_ranks
 from shardwise.training.evaluate import evaluate
@@ -27,9 +27,7 @@ WORDS = 4096
 def verdicts(job, plans, nproc=2):
     return [
         (verdict.status, verdict.reason)
-        for verdict in verify(
-            refer(f"{JOBS}:{job}", {}), [f"{plan}+fused_loss=true" for plan in plans], nproc=nproc
-        ).verdicts
+        for verdict in verify(f"{JOBS}:{job}", [f"{plan}+fused_loss=true" for plan in plans], nproc=nproc).verdicts
     ]
 
 

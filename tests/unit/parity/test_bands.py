@@ -5,8 +5,8 @@ import torch
 
 from shardwise.layout import Layout
 from shardwise.parity.bands import rounding_gaps
-from shardwise.parity.bench import Record
 from shardwise.parity.capture import Traced, grads_file, values_file
+from shardwise.parity.runner import Record
 from shardwise.planner.settle import LocalDevice, settle
 
 RIGHT = (1.0, 0.0)

@@ -12,8 +12,8 @@ from shardwise.parity.compare import Comparison
 from shardwise.parity.diagnose import diagnose
 from shardwise.parity.evidence import Cell, Evidence
 from shardwise.parity.masks import Mask, _noted_masks, judge_masks
-from shardwise.parity.ranks import Pulse
-from shardwise.parity.report import Gap
+from shardwise.parity.progress import Pulse
+from shardwise.parity.spec import Gap
 from shardwise.plans import Plan
 
 COUNTS = [[3, 5], [7, 2]]

@@ -7,7 +7,7 @@ import pytest
 
 from shardwise.layout import Layout
 from shardwise.parity.lives import Life, SeenSamples, find_parting, loss_gaps, name_values
-from shardwise.parity.report import Gap
+from shardwise.parity.spec import Gap
 
 STEPS = 6
 

@@ -13,14 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.data import cursor, feed, loaders
 from shardwise.data import cursor as slices
 from shardwise.dist import World
-from shardwise.job import refer
 from shardwise.layout import Layout
 from shardwise.parallel import apply, context, tensor
 from shardwise.parallel import gradsync as norm
 from shardwise.parallel.batch_norm import BatchNorm
 from shardwise.parallel.tensor_gradients import CutRandom
-from shardwise.parity import ranks as pulse
-from shardwise.parity import verify
+from shardwise.parity import progress as pulse
+from shardwise.parity.verify import verify
 from shardwise.plans import pipeline
 from shardwise.training.step import plain, update
 
@@ -28,7 +27,7 @@ JOBS = Path(__file__).parent / "jobs.py"
 
 
 def verdict_on(plan, job="job", nproc=2, **options):
-    report = verify(refer(f"{JOBS}:{job}", {}), [plan], nproc=nproc, **options)
+    report = verify(f"{JOBS}:{job}", [plan], nproc=nproc, **options)
     (verdict,) = report.verdicts
     return verdict
 
@@ -324,7 +323,7 @@ def repeat_epoch(right, places, *, seed, epoch, length):
 )
 def test_state_that_a_short_step_spoils_shows_in_the_full_step_after_it(plant, bug, cause):
     plant(*bug)
-    report = verify(refer(f"{JOBS}:batch_norm", {}), ["ddp"], nproc=2)
+    report = verify(f"{JOBS}:batch_norm", ["ddp"], nproc=2)
     (finding,) = report.verdicts[0].findings
     assert (finding.cause, finding.step) == (cause, report.steps - 1)
 

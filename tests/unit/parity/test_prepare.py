@@ -14,30 +14,30 @@ JOBS = Path(__file__).parent / "jobs.py"
 
 
 def test_dropout_is_off_unless_asked_for():
-    preparation = Preparation(reference=refer(f"{JOBS}:with_dropout", {}), steps=2)
+    preparation = Preparation(source=refer(f"{JOBS}:with_dropout", {}), steps=2)
     job = prepare_job(preparation)
     assert job.steps == 2
     assert job.model()[1].p == 0
-    kept = prepare_job(Preparation(reference=preparation.reference, steps=2, dropout=True))
+    kept = prepare_job(Preparation(source=preparation.source, steps=2, dropout=True))
     assert kept.model()[1].p == 0.5
 
 
 @pytest.mark.parametrize(("batch_size", "rows"), [(2, 3), (3, 4), (8, 13), (10, 15), (40, 61)])
 @pytest.mark.parametrize("steps", [2, 3])
 def test_the_second_step_is_short_and_an_evaluation_ends_unevenly(batch_size, rows, steps):
-    job = prepare_job(Preparation(reference=refer(f"{JOBS}:evaluated", {"batch_size": str(batch_size)}), steps=steps))
+    job = prepare_job(Preparation(source=refer(f"{JOBS}:evaluated", {"batch_size": str(batch_size)}), steps=steps))
     assert (len(job.data("train")), len(job.data("test"))) == (rows, rows)
     assert rows % batch_size
     assert job.data("other") is None
 
 
 def test_a_dataset_that_ends_sooner_stays_as_it_is():
-    job = prepare_job(Preparation(reference=refer(f"{JOBS}:evaluated", {}), steps=9))
+    job = prepare_job(Preparation(source=refer(f"{JOBS}:evaluated", {}), steps=9))
     assert len(job.data("train")) == 100
 
 
 def test_keyed_dropout_stays_on():
-    job = prepare_job(Preparation(reference=refer(f"{JOBS}:keyed_dropout", {}), steps=2))
+    job = prepare_job(Preparation(source=refer(f"{JOBS}:keyed_dropout", {}), steps=2))
     assert job.model()[1].p == 0.5
 
 

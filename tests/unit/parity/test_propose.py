@@ -8,8 +8,9 @@ import pytest
 from shardwise.cli.main import main
 from shardwise.job import load_job, refer
 from shardwise.job.job import rules_to_toml
-from shardwise.parity import verify
-from shardwise.parity.propose import propose
+from shardwise.parity.propose import propose_rules
+from shardwise.parity.spec import VerifySpec
+from shardwise.parity.verify import verify
 
 ROOT = Path(__file__).resolve().parents[3]
 NO_RULES = ROOT / "examples" / "verify" / "no_rules.py"
@@ -19,7 +20,7 @@ UNRULED = Path(__file__).parent / "unruled.py"
 
 
 def proposal(path, job, **options):
-    return propose(refer(f"{path}:{job}", {}), nproc=2, **options)
+    return propose_rules(VerifySpec(job=f"{path}:{job}", nproc=2, **options))
 
 
 @pytest.mark.slow
@@ -64,7 +65,7 @@ def test_a_recurrent_model_cannot_be_cut_and_exits_with_3(capfd):
     shown = capfd.readouterr()
     assert json.loads(shown.out)["rules"] == {}
     (line,) = shown.err.strip().splitlines()
-    assert "Recurrent cannot be cut for tp=2" in line
+    assert "Recurrent cannot be split for tp=2" in line
 
 
 BAD = {
@@ -86,7 +87,7 @@ def test_bad_input_exits_with_2_and_one_sentence(capfd, arguments, word):
 
 
 def test_a_plan_with_tp_and_no_rules_names_the_command_that_finds_them():
-    (verdict,) = verify(refer(f"{UNRULED}:sly", {}), ["tp"], nproc=2, steps=1).verdicts
+    (verdict,) = verify(f"{UNRULED}:sly", ["tp"], nproc=2, steps=1).verdicts
     assert verdict.status == "refused"
     assert "shardwise verify JOB.py --propose-rules" in verdict.reason
 
@@ -95,8 +96,8 @@ def test_a_plan_with_tp_and_no_rules_names_the_command_that_finds_them():
 def test_a_plain_cut_of_packed_attention_fails_by_name(tmp_path):
     rules = {"blocks.*.attention.qkv": "column", "blocks.*.attention.proj": "row"}
     (tmp_path / "wrong.toml").write_text(rules_to_toml(rules, "halves of q, k and v taken for heads"))
-    reference = refer(f"{NO_RULES}:packed", {"tensor_rules": str(tmp_path / "wrong.toml")})
-    (verdict,) = verify(reference, ["tp"], nproc=2, steps=1).verdicts
+    rules_file = f"tensor_rules={tmp_path / 'wrong.toml'}"
+    (verdict,) = verify(f"{NO_RULES}:packed", ["tp"], nproc=2, steps=1, set=[rules_file]).verdicts
     assert verdict.status == "failed"
     assert verdict.first is not None
 
@@ -135,4 +136,4 @@ def test_rules_proposed_for_a_family_equal_one_process(path, job, part, styles):
 def test_mamba_reads_parameters_of_other_modules_and_is_refused():
     found = proposal(FAMILIES, "mamba", steps=1)
     assert found.exit_code == 3
-    assert "cannot use the parameter of another directly" in found.words
+    assert "cannot use the parameter of another directly" in found.summary

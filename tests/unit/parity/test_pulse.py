@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.errors import RankFailedError
 from shardwise.launcher.local.function import run_forked
-from shardwise.parity.ranks import PauseLimit, Pulse, pause_limit, read_stuck, watched
+from shardwise.parity.progress import PauseLimit, Pulse, pause_limit, read_stuck, watched
 from shardwise.planner.settle import LocalDevice, settle
 
 LIMIT = PauseLimit(usual_s=0.5, first_s=60.0)

@@ -1,23 +1,29 @@
 """Verdicts: passed, failed, refused, does not apply; in fp64, in fp32 and by loss band."""
 
+import inspect
+import os
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
+import shardwise as sw
 from refusals import refuses
+from shardwise.cli.main import main
 from shardwise.errors import TrainingError
-from shardwise.job import refer
+from shardwise.job import load_job, refer
 from shardwise.parallel import apply
-from shardwise.parity import VerifyReport, verify
-from shardwise.parity.report import markdown_table, report_table, summary_line
+from shardwise.parity.spec import VerifyReport, VerifySpec, markdown_table
+from shardwise.parity.verify import verify
 from shardwise.training import build
 
 JOBS = Path(__file__).parent / "jobs.py"
 
 
 def report_on(plans, job="job", nproc=2, **options):
-    return verify(refer(f"{JOBS}:{job}", {}), plans, nproc=nproc, **options)
+    return verify(f"{JOBS}:{job}", plans, nproc=nproc, **options)
 
 
 def test_sound_plans_pass_and_nobody_is_accused():
@@ -155,10 +161,52 @@ def test_a_report_notes_that_no_full_step_followed_the_short_one():
 def test_report_survives_json_and_has_its_tables():
     report = report_on(["ddp"])
     assert msgspec.json.decode(report.to_json(), type=VerifyReport) == report
-    assert report_table(report).row_count == 1
-    assert summary_line(report) == "jobs: 1 passed; 4 steps on 2 ranks beside one process"
-    assert markdown_table([report]).splitlines()[0] == "| plan | jobs x 2 |"
-    assert markdown_table([report]).splitlines()[2].startswith("| `ddp` | ")
+    table, *_, summary = report.to_text().splitlines()
+    assert table.split() == ["plan", "result", "worst", "gap"]
+    assert summary == "jobs: 1 passed; 4 steps on 2 ranks beside one process"
+    assert report.to_markdown() == markdown_table([report])
+    assert report.to_markdown().splitlines()[0] == "| plan | jobs x 2 |"
+    assert report.to_markdown().splitlines()[2].startswith("| `ddp` | ")
+
+
+def test_a_job_object_is_verified_and_the_signature_shows_every_option():
+    report = sw.verify(load_job(refer(f"{JOBS}:job", {})), plans="ddp", nproc=2, steps=1)
+    assert (report.job, [verdict.status for verdict in report.verdicts]) == ("job", ["passed"])
+    parameters = inspect.signature(sw.verify).parameters
+    assert next(iter(parameters)) == "job"
+    assert parameters.keys() >= {"plans", "steps", "nproc", "precision", "backend", "resume", "shrink", "set"}
+    with refuses("verify.settings-of-job-object", "batch_size=8"):
+        sw.verify(load_job(refer(f"{JOBS}:job", {})), set=["batch_size=8"])
+
+
+def test_the_spec_is_json_both_ways_and_holds_the_defaults():
+    spec = VerifySpec(job="job.py", plans=["ddp", "zero3"], resume=True)
+    assert VerifySpec.from_json(spec.to_json()) == spec
+    assert (spec.num_steps, VerifySpec(job="job.py").num_steps, spec.replace(steps=9).num_steps) == (6, 4, 9)
+    with refuses("spec.value-invalid", "nccl", "gloo, mpi"):
+        VerifySpec(job="job.py", backend="nccl")
+
+
+def test_nine_files_lie_between_the_shell_and_backward_of_a_verified_plan(monkeypatch, tmp_path, capfd):
+    """Counted by the functions on the stack of a forked rank, which holds that of the process it was forked from."""
+    package = str(Path(sw.__file__).parent)
+    backward = torch.autograd.backward
+
+    def traced(*args, **options):
+        frame, files = sys._getframe(), {}
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(package):
+                files[frame.f_code.co_filename.removeprefix(package)] = None
+            frame = frame.f_back
+        (tmp_path / f"{os.getpid()}").write_text("\n".join(files))
+        return backward(*args, **options)
+
+    monkeypatch.setattr(torch.autograd, "backward", traced)
+    assert main(["verify", f"{JOBS}:job", "--plans", "ddp,zero3", "--nproc", "2", "--steps", "1"]) == 0
+    capfd.readouterr()
+    stacks = [path.read_text().splitlines() for path in tmp_path.iterdir()]
+    assert len(stacks) == 5  # one process, then two ranks of each plan
+    assert all("/cli/main.py" in stack and len(stack) <= 9 for stack in stacks), stacks
 
 
 @pytest.mark.parametrize(
@@ -193,4 +241,4 @@ def test_a_buffer_that_counts_forward_passes_is_not_noise_of_the_job(plan, passe
 )
 def test_a_loss_that_cannot_be_right_is_refused_before_any_plan_is_tried(job, refusal):
     with refuses(*refusal):
-        report_on(None, job=job, steps=1)
+        report_on("all", job=job, steps=1)

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.job import refer
 from shardwise.parallel import context
-from shardwise.parity import verify
+from shardwise.parity.verify import verify
 
 JOBS = Path(__file__).parent / "context_jobs.py"
 
@@ -28,7 +27,7 @@ PLANS = (
 
 
 def verdicts(job, plans, nproc, **options):
-    report = verify(refer(f"{JOBS}:{job}", {}), plans, nproc=nproc, **options)
+    report = verify(f"{JOBS}:{job}", plans, nproc=nproc, **options)
     return [(verdict.plan, verdict.status, verdict.reason) for verdict in report.verdicts]
 
 

@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.job import refer
-from shardwise.parity import verify
+from shardwise.parity.verify import verify
 
 JOBS = Path(__file__).parent / "lora_jobs.py"
 
 
 def statuses(job, plans, nproc=2):
-    report = verify(refer(f"{JOBS}:{job}", {}), plans, nproc=nproc)
+    report = verify(f"{JOBS}:{job}", plans, nproc=nproc)
     for verdict in report.verdicts:
         assert verdict.status != "passed" or verdict.worst.relative < 1e-11, verdict
     return [(verdict.status, verdict.reason) for verdict in report.verdicts]

@@ -10,8 +10,7 @@ import mlx.core as mx
 from mlx import nn
 
 from shardwise.engines.mlx import functions
-from shardwise.job import refer
-from shardwise.parity import verify
+from shardwise.parity.verify import verify
 
 JOBS = Path(__file__).parent / "mlx_jobs.py"
 
@@ -24,7 +23,7 @@ def _nothing_is_compiled(request, monkeypatch):
 
 
 def report_on(plans, job="job", nproc=2, **options):
-    return verify(refer(f"{JOBS}:{job}", {}), plans, nproc=nproc, **{"steps": 4, **options})
+    return verify(f"{JOBS}:{job}", plans, nproc=nproc, **{"steps": 4, **options})
 
 
 def test_replicas_accumulation_and_a_short_last_step_equal_one_process_in_fp64():
@@ -66,7 +65,7 @@ def test_ranks_that_do_not_sum_are_found_out(monkeypatch):
 
 @pytest.mark.prove
 def test_what_mlx_cannot_do_does_not_apply_and_is_no_failure():
-    report = report_on(None, nproc=2, steps=1)
+    report = report_on("all", nproc=2, steps=1)
     found = {verdict.plan: verdict.status for verdict in report.verdicts}
     assert report.exit_code == 0, report
     passed = [name for name, status in found.items() if status == "passed"]

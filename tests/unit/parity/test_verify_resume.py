@@ -8,10 +8,8 @@ import torch.distributed as dist
 
 from refusals import refuses
 from shardwise.data import loaders
-from shardwise.job import refer
-from shardwise.parity import verify
 from shardwise.parity.kill import Kill, choose_kills
-from shardwise.parity.report import summary_line
+from shardwise.parity.verify import verify
 from shardwise.training import saving
 from shardwise.training.step import plain
 
@@ -19,7 +17,7 @@ JOBS = Path(__file__).parent / "jobs.py"
 
 
 def report_on(plans, job="job", nproc=2, **options):
-    return verify(refer(f"{JOBS}:{job}", {}), plans, nproc=nproc, resume=True, **{"steps": 5, **options})
+    return verify(f"{JOBS}:{job}", plans, nproc=nproc, resume=True, **{"steps": 5, **options})
 
 
 def finding_on(plan="ddp", **options):
@@ -36,7 +34,7 @@ def test_sound_resumes_pass_under_the_next_plan_on_other_ranks():
         assert (verdict.status, verdict.findings) == ("passed", ())
         assert verdict.worst.relative < 1e-11
         assert verdict.measure.endswith(f"resumed on 2 ranks, then as {following} on 1 rank")
-    assert summary_line(report) == "jobs: 2 passed; 5 steps on 2 ranks beside a run that nobody stopped"
+    assert report.to_text().splitlines()[-1] == "jobs: 2 passed; 5 steps on 2 ranks beside a run that nobody stopped"
 
 
 def test_keyed_masks_are_the_same_on_other_ranks():

@@ -11,8 +11,7 @@ from training.sentences import sentences_job
 
 import shardwise as sw
 from shardwise.engines.available import preload_engine
-from shardwise.job import refer
-from shardwise.parity import verify
+from shardwise.parity.verify import verify
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Plan
 from shardwise.runs import EventLog
@@ -110,7 +109,7 @@ def test_bf16_goes_on_exactly(stage, tmp_path, monkeypatch):
 @pytest.mark.prove
 def test_killed_training_goes_on_on_other_ranks():
     plans = ["zero1+engine=deepspeed", "zero3+engine=deepspeed"]
-    report = verify(refer(f"{JOBS}:decoder", {}), plans, nproc=2, steps=5, resume=True)
+    report = verify(f"{JOBS}:decoder", plans, nproc=2, steps=5, resume=True)
     assert [(verdict.status, verdict.findings) for verdict in report.verdicts] == [("passed", ())] * 2
 
 

@@ -11,8 +11,7 @@ from training.sentences import sentences_job
 import shardwise as sw
 from refusals import refuses
 from shardwise.engines.available import preload_engine
-from shardwise.job import refer
-from shardwise.parity import verify
+from shardwise.parity.verify import verify
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Plan
 from shardwise.runs import EventLog
@@ -68,7 +67,7 @@ def trained(world, job, name, engine="deepspeed"):
 
 
 def check_verified(job, plans):
-    report = verify(refer(f"{JOBS}:{job}", {}), [f"{plan}+engine=deepspeed" for plan in plans], nproc=2)
+    report = verify(f"{JOBS}:{job}", [f"{plan}+engine=deepspeed" for plan in plans], nproc=2)
     assert {verdict.plan: (verdict.status, verdict.findings) for verdict in report.verdicts} == {
         f"{plan}+engine=deepspeed": ("passed", ()) for plan in plans
     }

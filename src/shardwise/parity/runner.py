@@ -1,38 +1,53 @@
-"""The bench on which trainings stand side by side: runs them, keeps those of one process, measures noise."""
+"""Trainings of one job on forked ranks: runs them, keeps those of one process, measures the noise of rounding."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
+import os
 import shutil
+import sys
+import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
+import torch
 
+from shardwise.dist import local_world, world
 from shardwise.errors import InputError, TrainingError
 from shardwise.launcher.local.function import run_forked
+from shardwise.launcher.mpirun import run_by_mpirun
 from shardwise.parity.capture import Traced, trace
 from shardwise.parity.compare import Comparison, Limits, compare, strict_limits
 from shardwise.parity.masks import judge_masks, watch_masks, without_graphs
 from shardwise.parity.noise import is_comparable, may_be_noise, measure_noise
 from shardwise.parity.plans import Exact, one_process
-from shardwise.parity.ranks import PauseLimit, StuckError, on_ranks, pause_limit, read_stuck
+from shardwise.parity.progress import PauseLimit, StuckError, pause_limit, read_stuck
 from shardwise.parity.reference import Variant
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Callable, Iterable
 
     from shardwise.dist import World
     from shardwise.job.engine import MadeFor
     from shardwise.layout import Layout
     from shardwise.parity.prepare import Preparation
-    from shardwise.parity.report import Finding
+    from shardwise.parity.spec import Finding
     from shardwise.plans import Plan, Precision
 
 T = TypeVar("T")
 
 _SPLITS = (2, 4, 5)
+_PRELOAD = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.pipelining",
+)
+"""What ranks would import each for itself, up to 800 modules in 1.5 s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +64,7 @@ class Record:
 
 
 @dataclass(kw_only=True)
-class Bench:
+class ParityRunner:
     """Runs trainings of one job; remembers those of one process, which many plans are compared with."""
 
     preparation: Preparation
@@ -216,3 +231,51 @@ class Bench:
             split = [self.one(dtype, variant) for variant in variants]
         masks = self.folder / f"compared-{dtype}.pt"
         return self.apart(lambda: measure_noise(dtype, base, whole, split, masks))
+
+
+def preload(names: Iterable[str] = _PRELOAD) -> None:
+    """Import once, before a fork, what every rank would import for itself."""
+    for name in names:
+        with contextlib.suppress(Exception):  # what cannot be imported here may still be imported there
+            importlib.import_module(name)
+
+
+def on_ranks(fn: Callable[[World], T], nproc: int, *, timeout_s: float, backend: str = "gloo") -> list[T]:
+    """Run `fn(world)` on `nproc` forked gloo ranks, or on ranks of mpirun, on the CPU; return its results by rank.
+
+    The first failing rank's exception is raised here, with the last line that any rank wrote as a note; else ranks
+    are silent. This process must not have run tensor operations on several threads before: those threads do not
+    survive a fork.
+    """
+    if backend == "mpi" and nproc > 1:
+        return run_by_mpirun(lambda: _in_mpi_world(fn, timeout_s), nproc, timeout_s=timeout_s)
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
+        folder = Path(name)
+
+        def body(rank: int) -> T:
+            _write_to(folder / f"{rank}.log")
+            with local_world(folder / "store", rank, nproc, timeout_s=timeout_s) as here:
+                return fn(here)
+
+        try:
+            return run_forked(body, nproc, timeout_s=timeout_s)
+        except Exception as error:
+            output = "".join(log.read_text() for log in sorted(folder.glob("*.log")))
+            error.add_note(f"last output: {output.strip().splitlines()[-1] if output.strip() else 'none'}")
+            raise
+
+
+def _in_mpi_world(fn: Callable[[World], T], timeout_s: float) -> T:
+    """Communicate over a world of its own, called on every rank that mpirun started."""
+    torch.set_num_threads(1)  # as forks have it
+    with world(backend="mpi", device="cpu", timeout_s=timeout_s) as here:
+        return fn(here)
+
+
+def _write_to(path: Path) -> None:
+    """Send what this process writes, also from native code, to a file."""
+    with path.open("w") as log:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
