@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardwise.parallel.apply import unwrap as unwrap
     from shardwise.parallel.gather import full_state_dict as full_state_dict
     from shardwise.parity.verify import verify as verify
+    from shardwise.planner.plan import plan as plan
     from shardwise.plans import Plan as Plan
     from shardwise.runner.launch import launch as launch
     from shardwise.runner.train import train as train
@@ -50,6 +51,7 @@ _PUBLIC = {
     "metrics": ("shardwise.job.metrics", ""),
     "models": ("shardwise.models", ""),
     "parallelize": ("shardwise.training.build", "parallelize"),
+    "plan": ("shardwise.planner.plan", "plan"),
     "schedules": ("shardwise.job.schedules", ""),
     "sgd": ("shardwise.job.optimizers", "SGD"),
     "train": ("shardwise.runner.train", "train"),

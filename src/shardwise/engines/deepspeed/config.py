@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from shardwise.errors import PlanError
 from shardwise.planner.cost.deepspeed import deepspeed_stage
 from shardwise.units import ELEMENT_BYTES, MIB
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from shardwise.job import Job
     from shardwise.plans.plan import DType, Plan
 
 
@@ -160,3 +166,27 @@ def _accumulates_apart(plan: Plan) -> bool:
     Only stages 2 and 3 are told so: stage 0 refuses it, and stage 1 in bf16 would take another optimizer.
     """
     return plan.accumulation > 1 and deepspeed_stage(plan) >= 2 and plan.precision.compute != plan.precision.reduce
+
+
+def write_config(plan: Plan, path: Path, job: Job | None) -> list[str]:
+    """Write a plan as DeepSpeed's JSON, and return what to report of it; nvme gets a folder beside the file."""
+    clip_norm = job.clip_norm if job is not None else None
+    config = deepspeed_config(plan, clip_norm=clip_norm, nvme_path=str(path.resolve().parent / "nvme"))
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n")
+    notes = [f"deepspeed {path}: stage {config['zero_optimization']['stage']}, {plan.layout.world_size} ranks"]
+    if job is None:
+        notes.append("note      gradient_clipping is 0.0, off: write the job's clip_norm there, if it has one")
+    return notes + [f"left out: {sentence}" for sentence in left_out(plan)]
+
+
+def best_expressible(plans: Sequence[Plan]) -> Plan:
+    """Return the first plan that DeepSpeed's JSON can hold; where it can hold none, the last refusal is raised."""
+    refusal = PlanError("no plan fits", code="plan.none-fits", fix="use a larger cluster")
+    for plan in plans:
+        try:
+            require_expressible(plan)
+        except PlanError as error:
+            refusal = error
+        else:
+            return plan
+    raise refusal

@@ -36,7 +36,7 @@ class Fork:
     because: str
 
 
-def room_in_words(question: Question) -> str:
+def capacity_text(question: Question) -> str:
     """Return what a device has, and what of it may be used."""
     device = question.cluster.device
     return f"{device.name} has {format_gb(device.memory_bytes)}, of which {FILL:.0%} may be used"

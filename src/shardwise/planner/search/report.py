@@ -1,23 +1,38 @@
-"""An answer of the planner as plain data for JSON, and as a picture."""
+"""An answer of the planner as plain data for JSON, as text for a terminal, and as a picture."""
 
 from __future__ import annotations
 
+import io
+import sys
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from shardwise.planner.search.deepspeed import choose_form, form_reason
-from shardwise.planner.search.explain import capture_gain, compile_gain, decision_path, reason, rounds_gain
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.planner.search.choices import FAMILIES
+from shardwise.planner.search.deepspeed import beside_native, choose_form, form_reason
+from shardwise.planner.search.explain import (
+    ROUND,
+    capacity_text,
+    capture_gain,
+    compile_gain,
+    decision_path,
+    reason,
+    rounds_gain,
+)
 from shardwise.planner.search.search import FILL, Candidate
-from shardwise.units import format_seconds
+from shardwise.units import format_count, format_gb, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from shardwise.planner.cost.events import Span
     from shardwise.planner.cost.memory import Memory
     from shardwise.planner.cost.time import Time
     from shardwise.planner.search.deepspeed import ZeroForm
     from shardwise.planner.search.search import Answer, Rejected
+    from shardwise.planner.search.subject import Subject
     from shardwise.plans.plan import Plan
 
 
@@ -124,6 +139,139 @@ def _time(time: Time) -> dict[str, Any]:
         "mfu": time.mfu,
         "basis": dict(time.basis),
     }
+
+
+# The text of an answer on a terminal.
+
+
+def answer_text(answer: Answer, forms: Sequence[ZeroForm], subject: Subject, *, every: bool) -> str:
+    """Return the best of each family (or every plan), then what the chosen one costs and why it was chosen.
+
+    `forms` are DeepSpeed's, where that engine was asked for.
+    """
+    question = answer.question
+    shape = question.model.plain
+    length = f", {shape.tokens_per_sample} tokens each" if shape.tokens_per_sample else ""
+    lines = [
+        f"model     {shape.name}: {format_count(shape.numel)} parameters ({shape.source})",
+        f"cluster   {question.cluster.describe()}",
+        f"batch     {question.batch_size} samples ({subject.batch_source}){length}",
+        f"precision {subject.precision} ({subject.precision_source})",
+        "",
+        _rendered(_every(answer) if every else _families(answer, forms)),
+        "",
+    ]
+    lines += [f"{fork.question} {fork.answer}: {fork.because}" for fork in decision_path(answer)]
+    if answer.best is not None:
+        lines += ["", *_best_lines(answer, answer.best)]
+    chosen = choose_form(forms)
+    if chosen is not None and chosen.best is not None:
+        lines += ["", f"{chosen.name}: {beside_native(chosen, answer)}"]
+        lines.append(f"          {_parts(chosen.best.memory.at_peak, format_gb)}")
+        lines.append(f"          {_parts(chosen.best.time.parts, format_seconds)}")
+        if chosen.best.memory.host:
+            lines.append(f"          {format_gb(chosen.best.memory.host)} on the host for each device")
+    return "\n".join(lines)
+
+
+def _families(answer: Answer, forms: Sequence[ZeroForm]) -> Table:
+    """Return a table with a row for each family, and for each of DeepSpeed's forms."""
+    table = _table("family", "layout", "micro-batch", "recompute", "memory", "step", _rate(answer), "MFU", "why")
+    for family in FAMILIES:
+        entry = answer.families[family]
+        _add_row(table, family, entry if isinstance(entry, Candidate) else None, entry.memory, reason(answer, family))
+    chosen = choose_form(forms)
+    for form in forms:
+        _add_row(table, form.name, form.best, form.memory, form_reason(form, chosen))
+    return table
+
+
+def _add_row(table: Table, name: str, found: Candidate | None, least: Memory | None, why: str) -> None:
+    """Add what was found, or the least memory that is needed where nothing fits."""
+    if found is not None:
+        table.add_row(name, *_cells(found), why, style="bold" if why == "chosen" else "")
+    else:
+        memory = format_gb(least.total) if least else ""
+        table.add_row(name, "", "", "", memory, "", "", "", why, style="dim")
+
+
+def _every(answer: Answer) -> Table:
+    table = _table("family", "layout", "micro-batch", "recompute", "memory", "step", _rate(answer), "MFU")
+    for candidate in answer.candidates:
+        table.add_row(candidate.family, *_cells(candidate))
+    return table
+
+
+def _cells(candidate: Candidate) -> list[str]:
+    plan, time = candidate.plan, candidate.time
+    layout = [str(plan.layout)]
+    if plan.zero:
+        layout.append(f"zero{plan.zero}")
+    if plan.layout.pp > 1:
+        layout.append(plan.pipeline.schedule)
+    if plan.fused_loss:
+        layout.append("fused")
+    return [
+        " ".join(layout),
+        f"{plan.micro_batch} x {plan.accumulation}",
+        plan.recompute,
+        format_gb(candidate.memory.total),
+        format_seconds(time.seconds),
+        format_rate(time.tokens_per_second_per_device or time.samples_per_second / plan.layout.world_size),
+        f"{time.mfu:.0%}",
+    ]
+
+
+def _rate(answer: Answer) -> str:
+    return "tokens/s each" if answer.question.model.plain.tokens_per_sample else "samples/s each"
+
+
+def _best_lines(answer: Answer, best: Candidate) -> list[str]:
+    """Return memory and time of the chosen plan by part, and what the figures stand on."""
+    memory, time = best.memory, best.time
+    fused = " · loss fused with the head" if best.plan.fused_loss else ""
+    at_peak = {**memory.at_peak, "allocator and context": memory.total - memory.peak}
+    phase = f"{memory.phase}, stage {memory.stage}" if best.plan.layout.pp > 1 else memory.phase
+    lines = [
+        f"chosen    {best.family}: {best.plan.layout} · {FAMILIES[best.family]}{fused}",
+        f"memory    {format_gb(memory.total)} in {phase}: {_parts(at_peak, format_gb)}",
+        f"          {capacity_text(answer.question)}",
+    ]
+    if memory.host:
+        lines.append(f"host      {format_gb(memory.host)} for each device")
+    basis = ", ".join(f"{what} {origin}" for what, origin in time.basis.items())
+    lines.append(f"time      {format_seconds(time.seconds)} a step: {_parts(time.parts, format_seconds)}")
+    lines.append(f"          +- {time.uncertainty:.0%} ({basis})")
+    gains = (
+        ("compile = blocks would take {} off", compile_gain(answer), 0.01),
+        ("capture = step would take {} off, where all batches have one shape", capture_gain(answer), 0.05),
+        (f"communication.sync_every = {ROUND} would take {{}} off, and change the numbers", rounds_gain(answer), 0.2),
+    )
+    lines += [f"          {text.format(f'{gain:.0%}')}" for text, gain, least in gains if gain > least]
+    return [*lines, f"searched  {answer.num_plans} plans, {len(answer.candidates)} predicted in full"]
+
+
+def _parts(parts: Mapping[str, float], write: Callable[[float], str]) -> str:
+    """Return the parts of more than half a percent, the largest first."""
+    least = 0.005 * sum(parts.values())
+    shown = sorted(parts.items(), key=lambda part: -part[1])
+    return " · ".join(f"{name} {write(size)}" for name, size in shown if size > least)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        right = column in {"memory", "step", "MFU"} or column.endswith("each")
+        table.add_column(column, overflow="fold", justify="right" if right else "left")
+    return table
+
+
+def _rendered(table: Table) -> str:
+    """Return a table as text: as wide as the terminal and with its styles, or plain and 180 wide."""
+    text, is_terminal = io.StringIO(), sys.stdout.isatty()
+    width = None if is_terminal else 180
+    Console(file=text, highlight=False, width=width, force_terminal=is_terminal).print(table)
+    return text.getvalue().rstrip("\n")
 
 
 # A picture of an answer as SVG: memory by part for each family, and the timeline of one step.

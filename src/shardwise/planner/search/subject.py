@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.errors import PlanError, ShardwiseError
+from shardwise.environment import cache_directory
+from shardwise.errors import InputError, PlanError, ShardwiseError
 from shardwise.hardware.calibration import calibration_for
 from shardwise.hardware.cluster import this_machine
 from shardwise.job import optimizers
+from shardwise.job.engine import engine_of
+from shardwise.parallel.support import require_supported
 from shardwise.planner.cost.memory import ADAMW, SGD, OptimizerShape
+from shardwise.planner.model.decoder_parts import published
 from shardwise.planner.model.forms import Model
 from shardwise.planner.search.search import Question, search
 from shardwise.planner.settle import LocalDevice, choose_precision
@@ -39,20 +44,30 @@ class Subject:
     accepts: Callable[[Plan], None]
     """Raises InputError for plans that `train` would refuse."""
 
+    def question(self, cluster: Cluster) -> Question:
+        """Return what to search on a cluster."""
+        return Question(
+            model=self.model,
+            cluster=cluster,
+            calibration=calibration_for(cluster.node),
+            batch_size=self.batch_size,
+            precision=self.precision,
+            optimizer=self.optimizer,
+            accepts=self.accepts,
+        )
+
 
 def published_subject(
     name: str,
     cluster: Cluster,
     *,
-    accepts: Callable[[Plan], None],
+    accepts: Callable[[Plan], None] = require_supported,
     batch_size: int | None = None,
     length: int | None = None,
     precision: DType | None = None,
     lora: int | None = None,
 ) -> Subject:
     """Return a published model; what is None is what it was published with. `accepts` raises for untrainable plans."""
-    from shardwise.planner.model.decoder_parts import published
-
     held, why = _precision(cluster, precision)
     if lora is not None and lora < 1:
         raise PlanError(
@@ -74,16 +89,45 @@ def published_subject(
     )
 
 
+def describe_job(job: Job, compute: DType) -> Model:
+    """Return the model of a job as planning sees it, computed in `compute`: traced once, then read from the cache."""
+    from shardwise.planner.trace.trace import described  # imports torch, which published models do not need
+
+    return described(job, compute, cache_directory() / "models")
+
+
+def job_rules(job: Job) -> Callable[[Plan], None]:
+    """Return the check that `train` makes of a plan for this job; the model is built once, for the first plan."""
+
+    @functools.cache
+    def rules() -> Callable[[Plan], None]:
+        from shardwise.training.preflight import ModelRules  # imports torch
+
+        return ModelRules(job)
+
+    def check(plan: Plan) -> None:
+        rules()(plan)
+
+    return check
+
+
 def job_subject(
     job: Job,
     cluster: Cluster,
-    describe: Callable[[Job, DType], Model],
+    describe: Callable[[Job, DType], Model] = describe_job,
     *,
-    accepts: Callable[[Plan], None],
+    accepts: Callable[[Plan], None] | None = None,
     batch_size: int | None = None,
     precision: DType | None = None,
+    owner: str = "the job",
 ) -> Subject:
-    """Return the model of a job, as `describe` tells it."""
+    """Return the model of a job; `accepts` None takes the rules of `train`; `owner` is what messages call the job."""
+    if engine_of(job) == "mlx":
+        raise InputError(
+            f"the model of {owner} is MLX's, and nothing is predicted of those: MLX trains replicas alone",
+            code="support.mlx-model",
+            fix="shardwise train it, with --nproc 2 for two of them",
+        )
     held, why = _precision(cluster, precision)
     return Subject(
         model=describe(job, held.compute),
@@ -92,7 +136,7 @@ def job_subject(
         precision=held,
         precision_source=why,
         optimizer=optimizer_shape(job.optimizer),
-        accepts=accepts,
+        accepts=accepts or job_rules(job),
     )
 
 
@@ -133,16 +177,7 @@ def search_plan(
         subject = job_subject(job, cluster, describe, accepts=accepts)
     except ShardwiseError as error:
         return None, f"could not be searched ({error.fact})"
-    question = Question(
-        model=subject.model,
-        cluster=cluster,
-        calibration=calibration_for(cluster.node),
-        batch_size=subject.batch_size,
-        precision=subject.precision,
-        optimizer=subject.optimizer,
-        accepts=subject.accepts,
-    )
-    answer = search(question)
+    answer = search(subject.question(cluster))
     if answer.best is None:
         return None, "that fits was not found (shardwise plan shows the numbers)"
     best, device = answer.best, cluster.device
