@@ -13,7 +13,7 @@ from shardwise.cli.bench import bench_device, load_torch_job, place_options, sho
 from shardwise.cli.main import refuse_started_ranks
 from shardwise.environment import num_threads
 from shardwise.errors import InputError
-from shardwise.planner.job_plan import describe_job
+from shardwise.planner.search.subject import describe_job
 from shardwise.runs.console import DONE, complain, say
 
 if TYPE_CHECKING:

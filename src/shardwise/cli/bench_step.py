@@ -10,7 +10,7 @@ import click
 from shardwise.cli.bench import load_torch_job, place_options
 from shardwise.environment import identify
 from shardwise.errors import InputError, JobError
-from shardwise.planner.job_plan import describe_job
+from shardwise.planner.search.subject import describe_job
 from shardwise.runs.console import DONE, complain, say
 
 if TYPE_CHECKING:

@@ -53,7 +53,6 @@ def command(
     if picture is not None:
         picture.write_text(report.to_svg())
     if report.best is None:
-        complain(f"shardwise: {report.advice}")
         return report.exit_code
     if out is not None:
         out.write_text(report.to_toml())

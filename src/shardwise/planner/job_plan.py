@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from shardwise.engines.available import require_engine
-from shardwise.environment import cache_directory
 from shardwise.errors import InputError, LaunchError, nearest
 from shardwise.hardware import probe_gpus
 from shardwise.job import Job, Lora, refer
@@ -20,12 +18,10 @@ from shardwise.planner.settle import MLX, LocalDevice, searching, settle
 from shardwise.plans import Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from shardwise.job import JobReference
     from shardwise.job.engine import MadeFor
-    from shardwise.planner.model.forms import Model
-    from shardwise.plans.plan import DType
 
 
 def split_settings(job: str, settings: Sequence[str]) -> tuple[JobReference, dict[str, str]]:
@@ -99,28 +95,6 @@ def local_device(asked: str | None, nproc: int, made_for: MadeFor = "torch") -> 
     return LocalDevice(kind="cuda", has_bf16=all(gpu.has_bf16 for gpu in gpus), name=gpus[0].name)
 
 
-def describe_job(job: Job, compute: DType) -> Model:
-    """Return the model of a job as planning sees it, computed in `compute`."""
-    from shardwise.planner.trace.trace import described  # imports torch
-
-    return described(job, compute, cache_directory() / "models")
-
-
-def job_rules(job: Job) -> Callable[[Plan], None]:
-    """Return the check that `train` makes of a plan for this job; the model is built once, for the first plan."""
-
-    @cache
-    def rules() -> Callable[[Plan], None]:
-        from shardwise.training.preflight import ModelRules  # imports torch
-
-        return ModelRules(job)
-
-    def check(plan: Plan) -> None:
-        rules()(plan)
-
-    return check
-
-
 def settle_job_plan(job: Job, plan: str, *, world_size: int, device: LocalDevice, overrides: Mapping[str, str]) -> Plan:
     """Resolve "auto", a preset, a product or a .toml path into a Plan of this job that the engine supports."""
     settled = settle(
@@ -129,7 +103,7 @@ def settle_job_plan(job: Job, plan: str, *, world_size: int, device: LocalDevice
         world_size=world_size,
         device=device,
         overrides=overrides,
-        choose=searching(job, describe_job, job_rules(job)),
+        choose=searching(job),
     )
     require_supported(settled)
     require_engine(settled)

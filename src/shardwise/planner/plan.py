@@ -22,7 +22,7 @@ from shardwise.planner.search.report import answer_data, answer_text, draw
 from shardwise.planner.search.search import Rejected, search
 from shardwise.planner.search.subject import job_subject, published_subject
 from shardwise.plans.toml import plan_to_toml
-from shardwise.runs.console import CHECK_FAILED, DONE
+from shardwise.runs.console import CHECK_FAILED
 from shardwise.spec import PositiveInt, Report, Spec, argument, option, signature_of
 
 if TYPE_CHECKING:
@@ -96,11 +96,6 @@ class PlanReport(Report, frozen=True, kw_only=True):
         families = self.answer.families.items()
         return {name: reason(self.answer, name) for name, entry in families if isinstance(entry, Rejected)}
 
-    @property
-    def exit_code(self) -> int:  # type: ignore[override]  # of this report, not of all of its kind
-        """3 where nothing fits."""
-        return CHECK_FAILED if self.best is None else DONE
-
     def to_json(self) -> str:
         """Return all that was found, in bytes and seconds, as indented JSON."""
         data = answer_data(self.answer, self.forms, every=self.spec.every)
@@ -109,6 +104,10 @@ class PlanReport(Report, frozen=True, kw_only=True):
     def to_text(self) -> str:
         """Return the best of each family (or every plan), what the chosen one costs and why it was chosen."""
         return answer_text(self.answer, self.forms, self.subject, every=self.spec.every)
+
+    def note(self) -> str:
+        """Return that nothing fits and what would, where it is so."""
+        return f"shardwise: {self.advice}" if self.advice else ""
 
     def to_svg(self) -> str:
         """Return memory by part of each family, and the timeline of a step of the best plan, as a picture."""
@@ -146,7 +145,8 @@ def plan(model: Job | PlanSpec | str, **options: Any) -> PlanReport:
     if report.best is not None:
         return report
     is_fixed = spec.batch_size is not None or spec.is_job or job is not None
-    return msgspec.structs.replace(report, advice=_advice(question, batch_is_fixed=is_fixed))
+    advice = _advice(question, batch_is_fixed=is_fixed)
+    return msgspec.structs.replace(report, advice=advice, exit_code=CHECK_FAILED)
 
 
 plan.__signature__ = signature_of(PlanSpec, PlanReport)  # type: ignore[attr-defined]  # each option with its default

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from shardwise.job import Job
     from shardwise.job.engine import MadeFor
-    from shardwise.planner.model.forms import Model
     from shardwise.plans.plan import DType
 
 Chooser = Callable[[int], tuple[Plan | None, str]]
@@ -88,16 +87,13 @@ def with_engine_of(plan: Plan, job: Job) -> Plan:
     return dataclasses.replace(found, sources={"engine": "auto: the model is no mlx.nn.Module", **found.sources})
 
 
-def searching(job: Job, describe: Callable[[Job, DType], Model], accepts: Callable[[Plan], None]) -> Chooser:
-    """Return a chooser that searches plans of a job on this machine.
-
-    `describe` tells of the job's model, `accepts` raises for what cannot be applied.
-    """
+def searching(job: Job) -> Chooser:
+    """Return a chooser that searches plans of a job on machines like this one, by the rules of `train`."""
 
     def choose(world_size: int) -> tuple[Plan | None, str]:
         from shardwise.planner.search.subject import search_plan  # only "auto" on GPUs pays for it
 
-        return search_plan(job, world_size, describe, accepts)
+        return search_plan(job, world_size)
 
     return choose
 

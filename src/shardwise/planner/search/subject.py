@@ -168,13 +168,11 @@ def _machines(world_size: int) -> Cluster:
     return this_machine(world_size)
 
 
-def search_plan(
-    job: Job, world_size: int, describe: Callable[[Job, DType], Model], accepts: Callable[[Plan], None]
-) -> tuple[Plan | None, str]:
+def search_plan(job: Job, world_size: int) -> tuple[Plan | None, str]:
     """Return the best plan for a job on GPUs of machines like this one and why; None, and why, where none was found."""
     try:
         cluster = _machines(world_size)
-        subject = job_subject(job, cluster, describe, accepts=accepts)
+        subject = job_subject(job, cluster)
     except ShardwiseError as error:
         return None, f"could not be searched ({error.fact})"
     answer = search(subject.question(cluster))
