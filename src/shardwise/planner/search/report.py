@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import sys
 from html import escape
@@ -58,10 +59,7 @@ def answer_data(answer: Answer, forms: Sequence[ZeroForm] = (), *, every: bool =
         },
         "best": answer.best and _candidate(answer.best),
         "families": {family: _entry(answer, family, entry) for family, entry in answer.families.items()},
-        "path": [
-            {"question": fork.question, "answer": fork.answer, "because": fork.because}
-            for fork in decision_path(answer)
-        ],
+        "path": [dataclasses.asdict(fork) for fork in decision_path(answer)],
         "compile_gain": compile_gain(answer),
         "capture_gain": capture_gain(answer),
         "rounds_gain": rounds_gain(answer),
@@ -176,7 +174,7 @@ def answer_text(answer: Answer, forms: Sequence[ZeroForm], subject: Subject, *, 
 
 def _families(answer: Answer, forms: Sequence[ZeroForm]) -> Table:
     """Return a table with a row for each family, and for each of DeepSpeed's forms."""
-    table = _table("family", "layout", "micro-batch", "recompute", "memory", "step", _rate(answer), "MFU", "why")
+    table = _table(answer, "why")
     for family in FAMILIES:
         entry = answer.families[family]
         _add_row(table, family, entry if isinstance(entry, Candidate) else None, entry.memory, reason(answer, family))
@@ -196,7 +194,7 @@ def _add_row(table: Table, name: str, found: Candidate | None, least: Memory | N
 
 
 def _every(answer: Answer) -> Table:
-    table = _table("family", "layout", "micro-batch", "recompute", "memory", "step", _rate(answer), "MFU")
+    table = _table(answer)
     for candidate in answer.candidates:
         table.add_row(candidate.family, *_cells(candidate))
     return table
@@ -220,10 +218,6 @@ def _cells(candidate: Candidate) -> list[str]:
         format_rate(time.tokens_per_second_per_device or time.samples_per_second / plan.layout.world_size),
         f"{time.mfu:.0%}",
     ]
-
-
-def _rate(answer: Answer) -> str:
-    return "tokens/s each" if answer.question.model.plain.tokens_per_sample else "samples/s each"
 
 
 def _best_lines(answer: Answer, best: Candidate) -> list[str]:
@@ -258,9 +252,10 @@ def _parts(parts: Mapping[str, float], write: Callable[[float], str]) -> str:
     return " · ".join(f"{name} {write(size)}" for name, size in shown if size > least)
 
 
-def _table(*columns: str) -> Table:
+def _table(answer: Answer, *more: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
+    rate = "tokens/s each" if answer.question.model.plain.tokens_per_sample else "samples/s each"
+    for column in ("family", "layout", "micro-batch", "recompute", "memory", "step", rate, "MFU", *more):
         right = column in {"memory", "step", "MFU"} or column.endswith("each")
         table.add_column(column, overflow="fold", justify="right" if right else "left")
     return table
