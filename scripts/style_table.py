@@ -278,7 +278,7 @@ def counts_as_code(line: str) -> bool:
 def private_torch(modules: list[Module]) -> list[str]:
     """Return files outside `torch_private` that import or reach for underscored names of torch."""
     pattern = re.compile(
-        r"\b(?:torch|dist)(?:\.\w+)*\._[a-z]\w*|from torch[\w.]*\._\w+|from torch[\w.]* import _[a-z]\w*"
+        r"\b(?:torch|dist)(?:\.\w+)*\._[A-Za-z]\w*|from torch[\w.]*\._\w+|from torch[\w.]* import _\w+"
     )
     return [module.name for module in modules if ".torch_private" not in module.name and pattern.search(module.text)]
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from shardwise.job.optimizers import SGD as sgd  # noqa: F401, N811 - lower case beside sw.adamw
     from shardwise.job.optimizers import AdamW as adamw  # noqa: F401, N813 - reads as what it does
     from shardwise.layout import Layout as Layout
-    from shardwise.parallel.apply import unwrap as unwrap
-    from shardwise.parallel.gather import full_state_dict as full_state_dict
+    from shardwise.parallel.collectives import full_state_dict as full_state_dict
+    from shardwise.parallel.collectives import unwrap as unwrap
     from shardwise.parity.verify import verify as verify
     from shardwise.planner.plan import plan as plan
     from shardwise.plans import Plan as Plan
@@ -45,7 +45,7 @@ _PUBLIC = {
     "build_step": ("shardwise.training.build", "build_step"),
     "datasets": ("shardwise.data.datasets", ""),
     "export": ("shardwise.training.evaluate", "export"),
-    "full_state_dict": ("shardwise.parallel.gather", "full_state_dict"),
+    "full_state_dict": ("shardwise.parallel.collectives", "full_state_dict"),
     "launch": ("shardwise.runner.launch", "launch"),
     "losses": ("shardwise.job.losses", ""),
     "metrics": ("shardwise.job.metrics", ""),
@@ -56,7 +56,7 @@ _PUBLIC = {
     "sgd": ("shardwise.job.optimizers", "SGD"),
     "train": ("shardwise.runner.train", "train"),
     "verify": ("shardwise.parity.verify", "verify"),
-    "unwrap": ("shardwise.parallel.apply", "unwrap"),
+    "unwrap": ("shardwise.parallel.collectives", "unwrap"),
     "world": ("shardwise.dist", "world"),
 }
 """Public name -> module and attribute ("" for the module itself): imported at first use, so that

@@ -11,15 +11,14 @@ REACHED = {
     # Figures that are still above their target, at the value they have reached: lower it, never raise it.
     "files": 404,
     "lines": 72_500,
-    "files under 60 lines": 40,
+    "files under 60 lines": 38,
     "modules under 80 lines with one importer": 14,
     "class names in several modules": 2,
     "nested comprehensions with conditions": 18,
     "nested conditional expressions": 1,
     "comprehensions per 1,000 lines": 38.4,
     "conditional expressions per 1,000 lines": 25.1,
-    "imports inside functions": 287,
-    "files that touch private torch names": 38,
+    "imports inside functions": 230,
 }
 
 
@@ -53,6 +52,7 @@ def test_no_reached_value_is_below_its_target():
         ("def f(a, b):\n    return 1 if a else 2 if b else 3\n", "nested conditional expressions"),
         ("def f():\n    from shardwise import errors\n    return errors\n", "imports inside functions"),
         ("import torch\n\nx = torch._C._get_something\n", "files that touch private torch names"),
+        ("from torch.nn.modules.batchnorm import _BatchNorm\n", "files that touch private torch names"),
     ],
 )
 def test_figures_count_what_they_name(tmp_path, monkeypatch, code, name):

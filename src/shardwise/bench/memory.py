@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+
+from shardwise.torch_private.dispatch import (
+    TorchDispatchMode,
+    is_in_backward,
+    is_traceable_wrapper_subclass_type,
+    next_sequence_number,
+    running_sequence_number,
+    storage_id,
+)
+from shardwise.torch_private.distributed import local_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -75,7 +84,7 @@ class LiveBytes(TorchDispatchMode):
 
         def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            known = self._live.get(_identity(storage))
+            known = self._live.get(storage_id(storage))
             if known is not None:
                 self._update(known, storage.nbytes())
             return result
@@ -107,7 +116,7 @@ class LiveBytes(TorchDispatchMode):
         """Count these from now on, under `label` unless they are known already."""
         with torch.no_grad():
             for tensor in tensors:
-                self._see(getattr(tensor, "_local_tensor", tensor), label)
+                self._see(local_tensor(tensor), label)
 
     def reset_peak(self) -> None:
         """Begin a new peak at what is alive now."""
@@ -143,7 +152,7 @@ class LiveBytes(TorchDispatchMode):
         where = storage.device  # not the tensor's: DTensor works out shapes with fake tensors that claim to be here
         if where.type != self._device.type or self._device.index not in (None, where.index):
             return
-        key = _identity(storage)
+        key = storage_id(storage)
         known = self._live.get(key)
         if known is None:
             maker = (operator, *self._modules.place(), tensor.shape, tensor.dtype)
@@ -181,11 +190,6 @@ class _Storage:
     born: int = 0
 
 
-def _identity(storage: torch.UntypedStorage) -> int:
-    """Tell storages apart, those without data too (meta), where addresses are all 0."""
-    return int(storage._cdata)  # noqa: SLF001 - no public one
-
-
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
@@ -195,12 +199,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 # Which module of a model is at work, in forward and in backward, without touching the graph.
-
-
-# No public names tell which autograd node runs; without them backward is not seen as such.
-_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # noqa: SLF001
-_running_node = getattr(torch._C, "_current_autograd_node", lambda: None)  # noqa: SLF001
-_next_number = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)  # noqa: SLF001
 
 
 class ModuleStack:
@@ -232,13 +230,13 @@ class ModuleStack:
 
     def place(self) -> tuple[str, str]:
         """Return the qualified name of the innermost module, and "forward", "backward" or "" for neither."""
-        in_backward = _graph_task() != -1
+        in_backward = is_in_backward()
         if self._stack:
             return self._stack[-1], "backward" if in_backward else "forward"
         if not in_backward:
             return "", ""
-        node = _running_node()
-        index = bisect_right(self._numbers, node._sequence_nr()) - 1 if node is not None else -1  # noqa: SLF001
+        number = running_sequence_number()
+        index = -1 if number is None else bisect_right(self._numbers, number) - 1
         return self._owners[index] if index >= 0 else "", "backward"
 
     def _enter(self, module: nn.Module, _: Any) -> None:
@@ -254,6 +252,6 @@ class ModuleStack:
         self._mark()
 
     def _mark(self) -> None:
-        if _graph_task() == -1:  # recomputed nodes are never run backward: the first ones are
-            self._numbers.append(_next_number())
+        if not is_in_backward():  # recomputed nodes are never run backward: the first ones are
+            self._numbers.append(next_sequence_number())
             self._owners.append(self._stack[-1] if self._stack else "")

@@ -16,13 +16,14 @@ from shardwise.launcher.local.target import Module
 from shardwise.launcher.mpirun import find_mpirun, run_by_mpirun
 from shardwise.launcher.policy import root_cause
 from shardwise.runs import create_run
+from shardwise.torch_private.runtime import DYNAMO
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardwise.launcher.local.starters import Starter
 
-PRELOAD = ("torch", "torch._dynamo")
+PRELOAD = ("torch", DYNAMO)
 """What every rank would import: torch, and what the first DDP brings in."""
 _LOADING_S = 60.0
 """That a library of MPI may take to start."""

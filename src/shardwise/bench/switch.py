@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.dist import World
 from shardwise.layout import AXES
+from shardwise.torch_private.dispatch import tree_leaves, tree_map
+from shardwise.torch_private.distributed import backend_of, finished_work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -205,7 +206,7 @@ class _SwitchedGroup(dist.ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> Any:
         """Return the backend inside: torch asks for it when it makes a group in a world that is bound to GPUs."""
-        return self._group._get_backend(device)  # noqa: SLF001 - torch's own name for it
+        return backend_of(self._group, device)
 
     def pass_on(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         switch = self._switch
@@ -237,7 +238,7 @@ def _done(args: tuple[Any, ...]) -> Any:
     devices = {leaf.device for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.is_cuda}
     future: Future[Any] = Future(devices=list(devices))
     future.set_result(result)
-    return torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
+    return finished_work(future)
 
 
 def _shape(leaf: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,7 +9,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 
 from shardwise.data.cursor import Cursor, Places, sample_ids
 from shardwise.data.feed import LoadedStep
@@ -23,6 +21,7 @@ from shardwise.job.generators import (
     seeded_generators,
     untouched_host_generators,
 )
+from shardwise.torch_private.runtime import no_worker_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -250,26 +249,15 @@ class StreamShare(IterableDataset[Any]):
 
 def _whole_stream(dataset: IterableDataset[Any]) -> Iterator[Any]:
     """Iterate over a dataset as if no DataLoader worker did."""
-    with _no_worker():
+    with no_worker_info():
         samples = iter(dataset)
     while True:
-        with _no_worker():  # a generator asks when its first sample is fetched
+        with no_worker_info():  # a generator asks when its first sample is fetched
             try:
                 sample = next(samples)
             except StopIteration:
                 return
         yield sample
-
-
-@contextmanager
-def _no_worker() -> Iterator[None]:
-    """Have `torch.utils.data.get_worker_info()` return None; torch offers no other way."""
-    before = torch_worker._worker_info  # noqa: SLF001
-    torch_worker._worker_info = None  # noqa: SLF001
-    try:
-        yield
-    finally:
-        torch_worker._worker_info = before  # noqa: SLF001
 
 
 def _first_row(collated: Collated) -> Any:

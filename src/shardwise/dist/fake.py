@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from shardwise.torch_private.distributed import fake_store
+
 from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
@@ -42,14 +44,13 @@ def fake_world(size: int, rank: int = 0, device: str = "cpu") -> World:
 def _fake_store() -> Store:
     """Register torch's fake backend, which lives with torch's own tests, and return its store."""
     try:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
+        return fake_store()
     except ImportError as error:
         raise WorldError(
             f"torch {torch.__version__} has no fake process group where shardwise looks for it",
             code="world.no-fake-backend",
             fix="pip install torch==2.13.0",
         ) from error
-    return FakeStore()
 
 
 # The world of forks on one machine: gloo on the CPU, meeting in a file, with no port to lose.

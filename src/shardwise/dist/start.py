@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from shardwise.torch_private.distributed import timeout_s
+
 import contextlib
 import math
 import socket
@@ -223,11 +225,8 @@ def _device(group: ProcessGroup) -> torch.device:
 def _timeout_s(group: ProcessGroup, backend: str, device: torch.device) -> float:
     if isinstance(group, MpiGroup):
         return group.limit_s
-    try:
-        limit = group._get_backend(device).options._timeout  # noqa: SLF001 - torch has no public way to ask
-    except (AttributeError, RuntimeError):
-        return default_timeout_s(backend)
-    return float(limit.total_seconds())
+    limit_s = timeout_s(group, device)
+    return default_timeout_s(backend) if limit_s is None else limit_s
 
 
 # The device of a rank: the GPU of its local rank where there is one, else the CPU.

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import JobError
 from shardwise.plans.catalogue import DecoderConfig, decoder_config, override
+from shardwise.torch_private.runtime import graph_break
 
 INIT_STD = 0.02
 """Spread of fresh weights in the GPT-2 recipe; residual projections get it over sqrt(2 x layers)."""
@@ -85,7 +86,7 @@ class Decoder(nn.Module):
             if torch.compiler.is_compiling():
                 # In one graph with the layers, every layer's kernels would compute the tables anew, cosines and all:
                 # 30 of the 273 ms that a compiled step of a 1.2-billion-parameter model takes (H200).
-                torch._dynamo.graph_break()  # noqa: SLF001
+                graph_break()
         else:
             x = x + self.positions(places)
         for block in self.blocks:

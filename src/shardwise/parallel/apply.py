@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch.distributed.fsdp import FSDPModule
-from torch.nn import ModuleList
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.errors import JobError
@@ -16,16 +15,23 @@ from shardwise.parallel.batch_norm import (
     guard_narrow_convolutions,
     replace_batch_norms,
 )
+from shardwise.parallel.collectives import stages_of, unwrap
 from shardwise.parallel.context import compile_afresh, context_parallel
 from shardwise.parallel.fused_loss import fuse_head
 from shardwise.parallel.gradsync import GradSync, NoSync, ReplicaSync, ShardSync, SummedSync
 from shardwise.parallel.parameter_rules import attributes_of, restore_attributes
 from shardwise.parallel.recompute import find_blocks, recompute_block
 from shardwise.parallel.replicated import replicate
-from shardwise.parallel.sharded import ReducedList, check_sharded, set_prefetch, shard_unit, unshardable
+from shardwise.parallel.sharded import (
+    ReducedList,
+    check_sharded,
+    keep_unit_order,
+    set_prefetch,
+    shard_unit,
+    unshardable,
+)
 from shardwise.parallel.support import uses_ddp
 from shardwise.parallel.tensor import tensor_parallel
-from shardwise.parallel.unit_order import keep_unit_order
 from shardwise.parallel.weights import fill_buffers, fill_parameters
 
 if TYPE_CHECKING:
@@ -196,25 +202,6 @@ def gradient_sync(model: nn.Module, plan: Plan, place: MeshContext) -> GradSync:
     if place.readers is not None and plan.zero < 2:
         return SummedSync([parameter for parameter in model.parameters() if parameter.requires_grad], place.readers)
     return NoSync()
-
-
-def stages_of(model: nn.Module) -> list[nn.Module]:
-    """Return the user's own modules in a model made by `apply_plan`: one, or the stages of this rank."""
-    return list(model) if isinstance(model, ModuleList) else [unwrap(model)]
-
-
-def parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return what this rank holds of a model made by `apply_plan`, under the names of the user's own; each once."""
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    for stage in stages_of(model):
-        for item in stage.named_parameters():
-            found.setdefault(id(item[1]), item)
-    return list(found.values())
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """Return the user's own module under any strategy; where parameters are cut they stay so (see full_state_dict)."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 # Where a module is made parallel: this rank's device, its place in the layout, and the groups it talks to.

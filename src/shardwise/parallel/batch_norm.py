@@ -10,16 +10,16 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - as torch's documentation names it
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.errors import JobError
 from shardwise.parallel.stage_gate import stand_in
+from shardwise.torch_private.modules import BatchNormBase, own_modules, padded_convolution, transposed_padding
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-class BatchNorm(_BatchNorm):
+class BatchNorm(BatchNormBase):
     """Batch norm whose statistics cover the real rows of all ranks in `group`; None covers this rank's alone.
 
     torch's SyncBatchNorm refuses CPU modules and counts filler rows; this one does neither.
@@ -177,11 +177,11 @@ def replace_batch_norms(module: nn.Module, group: dist.ProcessGroup | None) -> n
     """
     replaced: dict[int, BatchNorm] = {}  # one norm may be used in several places
     for prefix, parent in list(module.named_modules()):
-        for name, child in parent._modules.items():  # noqa: SLF001 - named_children passes over repeats
+        for name, child in own_modules(parent).items():
             # Where a pipeline keeps a norm of another stage, that one only stands in for it: left alone.
             if type(child) in _TORCHS_OWN and vars(child).get("forward") is not stand_in:
                 path = f"{prefix}.{name}" if prefix else name
-                parent._modules[name] = replaced.setdefault(id(child), _like(child, group, path))  # noqa: SLF001
+                own_modules(parent)[name] = replaced.setdefault(id(child), _like(child, group, path))
     return _like(module, group, "the model") if type(module) in _TORCHS_OWN else module
 
 
@@ -190,7 +190,7 @@ def foreign_batch_norms(module: nn.Module) -> list[str]:
     return [
         name
         for name, child in module.named_modules()
-        if isinstance(child, _BatchNorm) and not isinstance(child, BatchNorm) and type(child) not in _TORCHS_OWN
+        if isinstance(child, BatchNormBase) and not isinstance(child, BatchNorm) and type(child) not in _TORCHS_OWN
     ]
 
 
@@ -243,16 +243,13 @@ def _plain(convolution: Any, forward: Any, images: Tensor) -> Tensor:
         result: Tensor = forward(images)
         return result
     with torch.autocast("cpu", enabled=False):
-        # The method that forward calls too: it pads as the module is told to.
-        out: Tensor = convolution._conv_forward(images.float(), *_parameters(convolution))  # noqa: SLF001
+        out = padded_convolution(convolution, images.float(), *_parameters(convolution))
     return out.to(torch.bfloat16)
 
 
 def _transposed(convolution: Any, forward: Any, images: Tensor, output_size: list[int] | None = None) -> Tensor:
     strides, dims = convolution.stride, len(convolution.stride)
-    padding = convolution._output_padding(  # noqa: SLF001 - forward's own arithmetic for an output of a given size
-        images, output_size, strides, convolution.padding, convolution.kernel_size, dims, convolution.dilation
-    )
+    padding = transposed_padding(convolution, images, output_size)
     sides = [
         (side - 1) * stride - 2 * inner + dilation * (kernel - 1) + outer + 1
         for side, stride, inner, dilation, kernel, outer in zip(

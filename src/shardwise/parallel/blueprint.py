@@ -17,6 +17,7 @@ from shardwise.job.generators import seed_generators
 from shardwise.parallel.recompute import find_blocks
 from shardwise.parallel.skeleton import Skeleton, differing_values, generator_states, second_references, skeleton
 from shardwise.parallel.weights import BuiltWeights, DrawnWeights, FileWeights, StreamedWeights, open_weights
+from shardwise.torch_private.modules import own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -187,9 +188,9 @@ def structure(make_model: Callable[[], nn.Module], seed: int) -> Skeleton:
     references = tuple(second_references(module))
     forgotten = {id(old): nn.Parameter(old.to("meta"), old.requires_grad) for old in module.parameters()}
     for part in module.modules():
-        for name, old in part._parameters.items():  # noqa: SLF001 - no setattr hooks; tied ones stay tied
+        for name, old in own_parameters(part).items():
             if old is not None:
-                part._parameters[name] = forgotten[id(old)]  # noqa: SLF001
+                own_parameters(part)[name] = forgotten[id(old)]
     lost = ("what it computes from its weights while it is built",)
     return Skeleton(module, None, lost, references=references)
 

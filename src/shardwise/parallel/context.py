@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import JobError, PlanError
 from shardwise.parallel.collectives import exchanged
 from shardwise.parallel.recompute import find_blocks
+from shardwise.torch_private.modules import ConvolutionBase
+from shardwise.torch_private.runtime import disable_autograd_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -72,9 +73,7 @@ def compile_afresh() -> None:
     A graph with the exchange in it comes back from there with garbage for sizes (torch 2.13). The cache of kernels,
     which saves most of the time, stays.
     """
-    from torch._functorch import config
-
-    config.enable_autograd_cache = False
+    disable_autograd_cache()
 
 
 class _NoOther(TorchFunctionMode):
@@ -249,7 +248,7 @@ def check_context(module: nn.Module, layout: Layout, *, own_loss: bool) -> None:
                 code="support.cp-positions-from-padding",
                 fix="use cp 1",
             )
-        if isinstance(child, _ConvNd | nn.RNNBase):
+        if isinstance(child, ConvolutionBase | nn.RNNBase):
             raise JobError(
                 f"cp cuts sequences, and {name}, a {type(child).__name__}, looks at neighbouring tokens",
                 code="support.cp-mixes-tokens",

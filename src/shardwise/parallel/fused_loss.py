@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils import _pytree as pytree
 
 from shardwise.errors import JobError
 from shardwise.parallel.linear_cross_entropy import Slice, linear_cross_entropy
 from shardwise.parallel.lora import has_adapter
 from shardwise.parallel.stages import Stage
+from shardwise.torch_private.dispatch import register_pytree_node, tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -120,7 +120,7 @@ class DeferredLogits:
 
 
 # DDP and FSDP2 look for tensors in what a model returns, to hook their gradients.
-pytree.register_pytree_node(
+register_pytree_node(
     DeferredLogits,
     lambda deferred: ([deferred.hidden], deferred.head),
     lambda children, head: DeferredLogits(next(iter(children)), head),
@@ -245,7 +245,7 @@ def deferred_in_evaluation(heads: Sequence[_Deferring]) -> Iterator[None]:
 
 def with_logits(output: Any) -> Any:
     """Return a model's output with the logits made that were deferred."""
-    return pytree.tree_map(
+    return tree_map(
         lambda leaf: leaf.made() if isinstance(leaf, DeferredLogits) else leaf,
         output,
         is_leaf=lambda leaf: isinstance(leaf, DeferredLogits),

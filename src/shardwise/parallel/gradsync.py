@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import JobError, some_of
 from shardwise.parallel.collectives import in_buckets
+from shardwise.torch_private.dispatch import multiply_all, norms_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -273,7 +274,7 @@ class GradNorm:
             norms, shares = torch.zeros(1, device=self._device), [0.0]
         else:
             pieces, shares = [piece for piece, _ in used], [share for _, share in used]
-            by_piece = torch._foreach_norm(pieces)  # noqa: SLF001 - torch's own clipping calls it
+            by_piece = norms_of(pieces)
             widest = max((norm.dtype for norm in by_piece), key=lambda dtype: dtype.itemsize)
             norms = torch.stack([norm.to(self._device, widest) for norm in by_piece])
         if self._group is None:
@@ -288,7 +289,7 @@ class GradNorm:
         """Multiply every gradient with a factor that is equal on all ranks."""
         pieces = [local(p.grad) for p in self._parameters if p.grad is not None]
         if pieces:
-            torch._foreach_mul_(pieces, factor.to(pieces[0].device))
+            multiply_all(pieces, factor.to(pieces[0].device))
 
 
 def _copies(parameter: nn.Parameter, layout: Layout, cut_axes: Sequence[str]) -> int:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import JobError
+from shardwise.torch_private.dispatch import TorchDispatchMode, schema_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -196,7 +196,7 @@ class _Interception(TorchDispatchMode):
         operator = func.overloadpacket.__name__
         if operator not in _RULES:
             return self._unruled(func, args, kwargs, operator)
-        names = [each.name for each in func._schema.arguments]  # noqa: SLF001 - there is no public schema
+        names = [each.name for each in schema_of(func).arguments]
         given = dict(zip(names, args, strict=False)) | kwargs
         if isinstance(given.get("self"), nn.Parameter):
             name = self._draws.path[-1] or "the model"

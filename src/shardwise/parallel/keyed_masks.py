@@ -25,6 +25,7 @@ from shardwise.parallel.keyed_draws import (
     generator_states,
     keyed_bits,
 )
+from shardwise.torch_private.modules import own_modules
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -99,10 +100,10 @@ def key_dropouts(module: nn.Module, *, staged: bool) -> None:
     Alpha dropouts, classes derived from torch's and functions are left, and keyed where they draw: see `KeyedMasks`.
     """
     for prefix, parent in list(module.named_modules()):
-        for name, child in parent._modules.items():  # noqa: SLF001 - named_children passes over repeats
+        for name, child in own_modules(parent).items():
             if type(child) is nn.Dropout or type(child) in _CHANNELS:
                 # One for each place, also where the model has one for several: it is the place that counts.
-                parent._modules[name] = _like(child, f"{prefix}.{name}" if prefix else name)  # noqa: SLF001
+                own_modules(parent)[name] = _like(child, f"{prefix}.{name}" if prefix else name)
     if staged:
         parts = module.named_modules(remove_duplicate=False)
         for dropout, places in Counter(part for _, part in parts if isinstance(part, KeyedDropout)).items():

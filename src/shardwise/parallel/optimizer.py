@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.parallel.collectives import gather_flat, in_buckets
 from shardwise.parallel.gradsync import local
-from shardwise.parallel.optimizer_rules import check_optimizer, check_sharded_updates
-from shardwise.parallel.parameter_rules import copy_attributes
+from shardwise.parallel.parameter_rules import check_optimizer, check_sharded_updates, copy_attributes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

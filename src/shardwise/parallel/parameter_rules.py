@@ -1,4 +1,4 @@
-"""What users attach to parameters: attributes go along into every plan, the rest is kept or refused by name.
+"""Which parameters, optimizers and dtypes a plan can run, and what users attach to parameters.
 
 Sharding replaces a parameter by another object: FSDP2 and tensor parallelism put a DTensor into the module, ZeRO-1 and
 offload show the optimizer a piece. Attributes (`_no_weight_decay`, `lr_scale`) are copied to the new object. A gradient
@@ -8,17 +8,26 @@ list) would leave forward with a weight that nobody trains: a plan that replaces
 
 from __future__ import annotations
 
+import inspect
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardwise.errors import JobError
-from shardwise.parallel.skeleton import accumulation_hooks, has_hooks, second_references
+from shardwise.errors import JobError, some_of
+from shardwise.parallel.sharded import DTYPES
+from shardwise.parallel.skeleton import second_references
 from shardwise.plans.pipeline import SCHEDULES
+from shardwise.torch_private.dispatch import has_accumulation_hooks, has_gradient_hooks
+from shardwise.torch_private.modules import drop_step_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch.optim import Optimizer
 
     from shardwise.plans import Plan
 
@@ -38,12 +47,12 @@ def check_parameters(module: nn.Module, plan: Plan, references: Iterable[tuple[s
     splits_backward = plan.layout.pp > 1 and SCHEDULES[plan.pipeline.schedule].splits_backward
     is_hidden = is_replaced or plan.zero == 1 or plan.offload.optimizer != "none"
     for name, parameter in module.named_parameters():
-        if has_hooks(parameter) and (is_replaced or splits_backward):
+        if has_gradient_hooks(parameter) and (is_replaced or splits_backward):
             raise _refusal(
                 f"{name} has a gradient hook, which {_name(plan)} would never run",
                 code="support.parameter-gradient-hook",
             )
-        if accumulation_hooks(parameter) and plan.layout.world_size > 1:
+        if has_accumulation_hooks(parameter) and plan.layout.world_size > 1:
             raise _refusal(
                 f"{name} has a hook that runs before its gradient is summed over ranks",
                 code="support.parameter-early-hook",
@@ -148,3 +157,171 @@ def without_gradient(
     everyone: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everyone, mine, group=group)
     return {rank: names for rank, names in enumerate(everyone) if names}
+
+
+# Which optimizers a plan can run: found by trying, since a class does not say whether it looks at whole tensors.
+#
+# An update that treats every element by itself (Adam, SGD) gives the same numbers on a shard as on the whole
+# parameter. One that looks at the whole tensor (Adafactor's row means, Muon's orthogonalization) does so only as
+# far as DTensor's operators bring the shards together for it, in the same arithmetic. So a copy of the job's own
+# optimizer takes a few steps on small tensors, whole and sharded as the parameters are: where the results differ,
+# or the operators are not there, the plan is refused by the optimizer's name. This reaches any user's optimizer.
+# The trial is in fp64: vectorized kernels round the ends of a tensor otherwise than its middle, and in fp32 that is
+# as large as a small update.
+
+
+_LARGEST = 16
+"""Elements along a dimension of a trial tensor: smaller parameters are tried in their own shape."""
+_PER_GROUP = 4
+_STEPS = 3
+_ROUNDINGS = 1000
+"""Rounding errors by which a trial weight, of a size about 1, may differ: sums over shards have another order."""
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose `step` cannot be called once after backward, with dense gradients."""
+    kind = type(optimizer).__name__
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise JobError(
+            f"optimizer {kind} evaluates the loss several times in a step, through a closure",
+            code="optimizer.needs-closure",
+            fix="use an optimizer that steps once on given gradients",
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise JobError(
+            f"optimizer {kind} takes sparse gradients, and gradients are dense here",
+            code="optimizer.sparse-gradients",
+            fix="use Adam",
+        )
+
+
+def check_sharded_updates(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that gives other updates on shards than on whole parameters; called on every rank.
+
+    Communicates as far as the optimizer's own operators do, over the meshes of sharded parameters; each rank looks at
+    its own shards.
+    """
+    sharded = [[each for each in group["params"] if isinstance(each, DTensor)] for group in optimizer.param_groups]
+    if not any(sharded):
+        return
+    samples = [_samples(parameters) for parameters in sharded]
+    state = torch.get_rng_state()
+    try:
+        expected = _try(optimizer, samples, lambda whole, _: whole)
+    except Exception:  # noqa: BLE001 - it wants more than parameters with gradients, so nothing can be learnt this way
+        return
+    finally:
+        torch.set_rng_state(state)
+    kind = type(optimizer).__name__
+    fix = "use a plan that keeps parameters whole (ddp, pp), or an optimizer that treats every element by itself"
+    try:
+        found = _try(optimizer, samples, _placed)
+    except Exception as error:  # noqa: BLE001 - whatever torch lacks for shards
+        reason = str(error).strip().splitlines()[0]
+        raise JobError(
+            f"optimizer {kind} cannot update sharded parameters ({reason})",
+            code="optimizer.sharded-update-failed",
+            fix=fix,
+        ) from None
+    finally:
+        torch.set_rng_state(state)
+    likes = [each for group in samples for each in group]
+    if any(map(_differ, found, expected, likes)):
+        raise JobError(
+            f"optimizer {kind} gives other updates on shards than on whole parameters",
+            code="optimizer.sharded-update-differs",
+            fix=fix,
+        )
+
+
+def trial_shape(parameter: Tensor) -> list[int]:
+    """Return the shape of a trial tensor in the place of `parameter`."""
+    return [min(size, _LARGEST) for size in parameter.shape]
+
+
+def _samples(parameters: Sequence[DTensor]) -> list[DTensor]:
+    """Return one parameter of each number of dimensions and placement."""
+    found: dict[Any, DTensor] = {}
+    for parameter in parameters:
+        found.setdefault((parameter.ndim, tuple(parameter.placements)), parameter)
+    return list(found.values())[:_PER_GROUP]
+
+
+def _try(
+    optimizer: Optimizer, samples: list[list[DTensor]], place: Callable[[Tensor, DTensor], Tensor]
+) -> list[Tensor]:
+    """Step a copy of `optimizer` over trial tensors, each placed as its sample, and return by how much each moved."""
+    groups = [[nn.Parameter(place(_draw(each, _STEPS), each)) for each in group] for group in samples]
+    trial = object.__new__(type(optimizer))
+    vars(trial).update(vars(optimizer))
+    members = zip(optimizer.param_groups, groups, strict=True)
+    trial.param_groups = [{**group, "params": parameters} for group, parameters in members if parameters]
+    trial.state = defaultdict(dict)
+    drop_step_hooks(trial)
+    likes = [each for group in samples for each in group]
+    parameters = [each for group in groups for each in group]
+    before = [each.detach().clone() for each in parameters]
+    for number in range(_STEPS):
+        for parameter, like in zip(parameters, likes, strict=True):
+            parameter.grad = place(_draw(like, number), like)
+        trial.step()
+    return [each.detach() - first for each, first in zip(parameters, before, strict=True)]
+
+
+def _placed(whole: Tensor, like: DTensor) -> DTensor:
+    """Return `whole` sharded as `like`, whose own mesh knows this rank's coordinates.
+
+    The mesh of a result may be an equal one out of DTensor's cache, made in the process that this one was forked from.
+    """
+    placements = [Shard(each.dim) if each.is_shard() else Replicate() for each in like.placements]  # type: ignore[attr-defined]
+    return distribute_tensor(whole, like.device_mesh, placements, src_data_rank=None)
+
+
+def _draw(like: DTensor, seed: int) -> Tensor:
+    """Return numbers for a small tensor in the place of `like`, the same on every rank."""
+    drawn = torch.randn(trial_shape(like), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return drawn.to(like.to_local().device)
+
+
+def _differ(update: Tensor, whole: Tensor, like: DTensor) -> bool:
+    """Whether this rank's shard of an update is not that of the update of the whole parameter."""
+    if not isinstance(update, DTensor):
+        return True
+    found, expected = update.to_local(), _placed(whole, like).to_local()
+    if not expected.numel():
+        return False
+    allowed = _ROUNDINGS * torch.finfo(whole.dtype).eps * (1 + float(whole.abs().max()))
+    return not float((found - expected).abs().max()) <= allowed  # also true of NaN
+
+
+# Which dtypes a plan can hold weights in: mixes that no wrapper takes are refused by name, before any is wrapped.
+
+
+def check_dtypes(module: nn.Module, plan: Plan, *, adapted: bool) -> None:
+    """Refuse weights that no wrapper takes together, by name, before any is wrapped.
+
+    What is trained must be in the dtype that the plan holds parameters in, wherever that is relied on: beside adapters
+    and in FSDP2. Weights frozen beside adapters may also be in the dtype that the plan computes in.
+    """
+    held, computed = DTYPES[plan.precision.parameter], DTYPES[plan.precision.compute]
+    named = [(name, weight) for name, weight in module.named_parameters() if weight.is_floating_point()]
+    trained = [f"{name} ({_word(each)})" for name, each in named if each.requires_grad and each.dtype != held]
+    if trained and (adapted or (plan.zero >= 2 and plan.engine == "torch")):
+        raise JobError(
+            f"{some_of(trained)} with requires_grad, where the plan holds what it trains in {plan.precision.parameter}",
+            code="model.trained-dtype-mismatch",
+            fix=f"freeze them, or make them {plan.precision.parameter}, as by model.float()",
+        )
+    frozen = [f"{name} ({_word(each)})" for name, each in named if each.dtype not in {held, computed}]
+    if frozen and adapted:
+        raise JobError(
+            f"{some_of(frozen)} beside adapters, where the plan holds {plan.precision.parameter}"
+            f" and computes in {plan.precision.compute}",
+            code="model.frozen-dtype-mismatch",
+            fix=f"make the model {plan.precision.parameter}, or --set precision=bf16 for a bf16 one",
+        )
+
+
+def _word(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

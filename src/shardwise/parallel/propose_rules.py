@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.errors import InputError, JobError
 from shardwise.parallel.recompute import find_blocks
@@ -23,6 +22,7 @@ from shardwise.parallel.tensor_rules import (
     is_plain_linear,
     matches,
 )
+from shardwise.torch_private.dispatch import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

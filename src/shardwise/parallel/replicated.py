@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.parallel.gradsync import local, sum_tensors
+from shardwise.torch_private.modules import NormBase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -206,7 +206,7 @@ def by_rounds(
     mesh = place.axis("replicate")
     if plan.communication.sync_every == 1 or mesh is None:
         return inner
-    norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+    norms = [module for module in model.modules() if isinstance(module, NormBase)]
     statistics = [buffer for norm in norms for buffer in norm.buffers() if buffer.is_floating_point()]
     return OuterSync(inner, named, statistics, mesh.get_group(), options=plan.communication, ends_round=ends_round)
 

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.torch_private.dispatch import TorchDispatchMode, has_gradient_hooks, schema_of, share_gradient_hooks
+from shardwise.torch_private.modules import HOOK_ATTRIBUTE_ENDS, REGISTRIES, own_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -87,7 +89,7 @@ def skeleton(make_model: Callable[[], nn.Module]) -> Skeleton:
 def _lost(model: nn.Module, originals: Mapping[int, nn.Parameter]) -> Iterator[str]:
     """Yield what belongs to parameters as objects, or to their values, each with its name."""
     for name, parameter in model.named_parameters():
-        if has_hooks(parameter) or has_hooks(originals.get(id(parameter), parameter)):
+        if has_gradient_hooks(parameter) or has_gradient_hooks(originals.get(id(parameter), parameter)):
             yield f"a gradient hook on {name}"
         if type(parameter) is not nn.Parameter:
             yield f"{name}, a {type(parameter).__name__}"
@@ -105,9 +107,8 @@ def _take_over_hooks(model: nn.Module, originals: Mapping[int, nn.Parameter]) ->
     """Show on a parameter the hooks that its original has: rules look for them in the model on meta."""
     for parameter in model.parameters():
         original = originals.get(id(parameter))
-        if original is not None and has_hooks(original):
-            parameter._backward_hooks = original._backward_hooks  # noqa: SLF001 - torch has no public name for it
-            parameter._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks  # noqa: SLF001
+        if original is not None and has_gradient_hooks(original):
+            share_gradient_hooks(original, parameter)
 
 
 def draw(recipe: Recipe, value: Tensor, *, name: str, seed: int) -> None:
@@ -170,7 +171,7 @@ class _ParameterRecorder(TorchDispatchMode):
         return tuple(write for write in theirs if write is not None)
 
     def _note(self, func: Any, target: Tensor, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        name, schema = func.overloadpacket.__name__, func._schema  # noqa: SLF001 - torch has no public name for it
+        name, schema = func.overloadpacket.__name__, schema_of(func)
         if not name.endswith("_") and not schema.is_mutable:
             if any(entry.alias_info is not None for entry in schema.returns):
                 # A view: what is written through it would be missed, so that parameter has no recipe.
@@ -187,10 +188,6 @@ class _ParameterRecorder(TorchDispatchMode):
 # State of a module that is neither a parameter nor a buffer: attributes, hooks, what was drawn while it was built.
 
 
-_REGISTERED = {"_parameters", "_buffers", "_modules"}
-_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
-"""Ends of the attributes in which nn.Module keeps its hooks, which are not values of the model."""
-
 _DEPTH = 4
 """Levels of lists, tuples, sets and dicts inside an attribute that are looked into."""
 
@@ -199,7 +196,7 @@ def plain_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield (place, value) of everything in the attributes of all modules, containers opened, modules left out."""
     for path, part in module.named_modules():
         for key, value in vars(part).items():
-            if key not in _REGISTERED and not key.endswith(_HOOKS):
+            if key not in REGISTRIES and not key.endswith(HOOK_ATTRIBUTE_ENDS):
                 yield from _leaves(f"{path}.{key}" if path else key, value, _DEPTH)
 
 
@@ -208,8 +205,8 @@ def attribute_values(part: nn.Module, seen: set[int]) -> Iterator[tuple[str, lis
 
     Each plain object is opened once: `seen` are the ids of those that were.
     """
-    for key, value in {**vars(part), **part._buffers}.items():  # noqa: SLF001 - without the children's
-        if key not in _REGISTERED and not key.endswith(_HOOKS):
+    for key, value in {**vars(part), **own_buffers(part)}.items():
+        if key not in REGISTRIES and not key.endswith(HOOK_ATTRIBUTE_ENDS):
             leaves = [leaf for _, leaf in _leaves(key, value, _DEPTH)]
             opened: list[Any] = []
             for leaf in leaves:
@@ -239,17 +236,6 @@ def second_references(
     for place, value in plain_values(module):
         if id(value) in names:
             yield names[id(value)], place
-
-
-def has_hooks(parameter: Tensor) -> bool:
-    """Whether somebody registered a hook on the gradient of a parameter."""
-    own = parameter._backward_hooks  # noqa: SLF001 - torch has no public name for it
-    return bool(own or accumulation_hooks(parameter))
-
-
-def accumulation_hooks(parameter: Tensor) -> bool:
-    """Whether a hook runs when the gradient of a parameter has been accumulated."""
-    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def generator_states() -> tuple[Any, ...]:

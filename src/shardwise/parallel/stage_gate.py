@@ -19,6 +19,7 @@ from torch.autograd.function import FunctionCtx
 
 from shardwise.errors import JobError
 from shardwise.parallel.gradsync import local
+from shardwise.torch_private.modules import own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -295,7 +296,7 @@ def share_copies(stages: Sequence[Stage]) -> None:
             if kept is parameter:
                 continue
             for part in stage.modules():
-                held = part._parameters  # noqa: SLF001 - setattr would run the user's own hooks
+                held = own_parameters(part)
                 held |= {key: kept for key, value in held.items() if value is parameter}
 
 

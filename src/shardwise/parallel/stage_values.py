@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from shardwise.errors import JobError
 from shardwise.parallel.keyed_draws import PLACE
 from shardwise.parallel.skeleton import attribute_values
+from shardwise.torch_private.dispatch import version_of
+from shardwise.torch_private.modules import is_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -69,7 +71,7 @@ class StageValues:
         """
         for path, part in self._absent:
             self._watch(part, path, lambda: self._is_running)
-        if any(layer._compiled_call_impl is not None for layer in (first, last)):  # noqa: SLF001 - no public name
+        if is_compiled(first) or is_compiled(last):
             return
         if self._is_last:
             for path, part in self._outside.items():
@@ -156,7 +158,7 @@ def _values(parts: Parts) -> Values:
             if key == PLACE:
                 continue  # where keyed random numbers are drawn: every stage keeps its own
             # Values themselves, not their ids: an id is only good while its object lives.
-            found[path, key] = [(leaf, leaf._version if isinstance(leaf, Tensor) else 0) for leaf in leaves]  # noqa: SLF001
+            found[path, key] = [(leaf, version_of(leaf) if isinstance(leaf, Tensor) else 0) for leaf in leaves]
     return found
 
 

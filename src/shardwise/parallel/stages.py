@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.errors import JobError, nearest
 from shardwise.parallel.stage_gate import Gate, Left, Structure, Ties, find_ties, guard_walks, pack, receive, stand_in
 from shardwise.parallel.stage_values import StageValues
+from shardwise.torch_private.modules import BatchNormBase, own_buffers, own_modules, own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,7 +62,7 @@ def find_layers(module: nn.Module, name: str | None = None) -> str:
 
 def count_layers(module: nn.Module, layers: str) -> int:
     """Return how many layers the list named `layers` has."""
-    return len(module.get_submodule(layers)._modules)  # noqa: SLF001 - children() leaves out those that are there twice
+    return len(own_modules(module.get_submodule(layers)))  # children() leaves out repeated ones
 
 
 def _repeats(part: nn.Module) -> bool:
@@ -105,7 +105,7 @@ def check_stages(module: nn.Module, cut: StageSplit, layers: str) -> None:
 
 def _owners(module: nn.Module, cut: StageSplit, layers: str) -> dict[str, int]:
     """Name the stage of every parameter and buffer, under every name it has."""
-    keys = list(module.get_submodule(layers)._modules)  # noqa: SLF001 - a Sequential may have names for keys
+    keys = list(own_modules(module.get_submodule(layers)))  # a Sequential may have names for keys
     if len(keys) != cut.num_layers:
         raise JobError(
             f"{layers or 'the model'} has {len(keys)} layers, the pipeline is cut for {cut.num_layers}",
@@ -116,7 +116,7 @@ def _owners(module: nn.Module, cut: StageSplit, layers: str) -> dict[str, int]:
     owners: dict[str, int] = {}
     outside = 0
     for path, part in module.named_modules(remove_duplicate=False):
-        held = {**part._parameters, **part._buffers}  # noqa: SLF001 - in the order of the modules, both alike
+        held = {**own_parameters(part), **own_buffers(part)}
         for key in (key for key, tensor in held.items() if tensor is not None):
             name = f"{path}.{key}" if path else key
             layer = prefix + name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
@@ -142,7 +142,7 @@ def _make_stage(
     fake: Callable[[Tensor], Tensor],
 ) -> Stage:
     gate = Gate(layers, cut.layers(index))
-    children = module.get_submodule(layers)._modules  # noqa: SLF001
+    children = own_modules(module.get_submodule(layers))
     absent: list[tuple[str, nn.Module]] = []
     for number, (key, layer) in enumerate(children.items()):
         if number not in cut.layers(index) and layer is not None:
@@ -154,14 +154,14 @@ def _make_stage(
     for path, part in module.named_modules(remove_duplicate=False):
         paths.setdefault(part, []).append(path)
     for part, (path, *more) in paths.items():
-        away = [key for key in part._parameters if _is_away([path, *more], key, owners, index)]  # noqa: SLF001
+        away = [key for key in own_parameters(part) if _is_away([path, *more], key, owners, index)]
         for key in away:
             # A plain attribute: neither optimizers nor casts, shards or state dicts take it for a parameter.
-            part.__dict__[key] = fake(cast("Tensor", part._parameters.pop(key)))  # noqa: SLF001
+            part.__dict__[key] = fake(cast("Tensor", own_parameters(part).pop(key)))
         if away:
             part.register_forward_pre_hook(lambda *_, path=path: gate.meet_stranger(path))
-        buffers = part._buffers  # noqa: SLF001
-        if isinstance(part, _BatchNorm) and (away or any(_is_away([path], key, owners, index) for key in buffers)):
+        buffers = own_buffers(part)
+        if isinstance(part, BatchNormBase) and (away or any(_is_away([path], key, owners, index) for key in buffers)):
             # Its output is NaN here; torch's own forward would refuse a single row, which a synced one does not.
             part.__dict__["forward"] = stand_in
     guard_walks(module, gate, [name for name, owner in owners.items() if owner != index])
@@ -174,7 +174,7 @@ def _stage_values(
     module: nn.Module, layers: str, own: range, absent: list[tuple[str, nn.Module]], *, is_last: bool
 ) -> StageValues:
     """Return what watches the values that this stage's layers leave on modules."""
-    keys = list(module.get_submodule(layers)._modules)  # noqa: SLF001
+    keys = list(own_modules(module.get_submodule(layers)))
     prefixes = tuple(f"{layers}.{keys[number]}." if layers else f"{keys[number]}." for number in own)
     skipped = {part for _, part in absent}
     inside: dict[str, nn.Module] = {}
@@ -197,12 +197,12 @@ def _stub(layer: nn.Module, gate: Gate, number: int, fake: Callable[[Tensor], Te
     Its parts are plain attributes, which nobody takes for parts of this stage; parameters among them are NaN.
     """
     for part in layer.modules():
-        held = part._parameters  # noqa: SLF001
+        held = own_parameters(part)
         part.__dict__ |= {key: None if value is None else fake(value) for key, value in held.items()}
         held.clear()
     stub = copy.copy(layer)
     nn.Module.__init__(stub)
-    stub.__dict__ |= {**layer._modules, **layer._buffers}  # noqa: SLF001
+    stub.__dict__ |= {**own_modules(layer), **own_buffers(layer)}
     stub.forward = lambda *_, **__: gate.skip(number)
     return stub
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 
 from shardwise.errors import JobError, PlanError
 from shardwise.parallel.collectives import all_gathered, all_reduced, own_part, sum_scattered
@@ -32,6 +31,8 @@ from shardwise.parallel.tensor_rules import (
     styles_by_name,
     within,
 )
+from shardwise.torch_private.dispatch import tree_leaves
+from shardwise.torch_private.modules import own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -191,7 +192,7 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str]) 
                 placement = Replicate() if cut is None else Shard(cut)
                 placed = distribute_tensor(parameter.detach(), mesh, [placement])
                 made[id(parameter)] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
-            child._parameters[kind] = made[id(parameter)]  # noqa: SLF001 - register_parameter would refuse a shared one
+            own_parameters(child)[kind] = made[id(parameter)]  # register_parameter would refuse a shared one
 
 
 def _install(child: nn.Module, name: str, styles: Mapping[str, str], flow: _Flow) -> None:
@@ -279,13 +280,13 @@ def _whole(module: nn.Module, *, summed: bool) -> Callable[..., Any]:
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        own = dict(module._parameters)  # noqa: SLF001 - what the module reads as self.weight
+        own = dict(own_parameters(module))  # what the module reads as self.weight
         for kind, parameter in own.items():
-            module._parameters[kind] = _local(parameter, summed=summed)  # type: ignore[assignment]  # noqa: SLF001
+            own_parameters(module)[kind] = _local(parameter, summed=summed)  # type: ignore[assignment]
         try:
             return inner(*args, **kwargs)
         finally:
-            module._parameters.update(own)  # noqa: SLF001
+            own_parameters(module).update(own)
 
     return forward
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.dropout import _DropoutNd
 
 from shardwise.errors import JobError, some_of
 from shardwise.parallel.gradsync import local
+from shardwise.torch_private.modules import DropoutBase, own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -139,7 +139,7 @@ class CutRandom:
 def draws_masks(module: nn.Module) -> bool:
     """Whether a module drops anything at random: a Dropout, or a config attribute named after one, above 0."""
     for child in module.modules():
-        if isinstance(child, _DropoutNd) and child.p > 0:
+        if isinstance(child, DropoutBase) and child.p > 0:
             return True
         for holder in (child, getattr(child, "config", None)):
             named = vars(holder) if hasattr(holder, "__dict__") else {}
@@ -171,12 +171,12 @@ def _with_plain(
     projection: nn.Module, inner: Callable[..., Any], plain: Callable[[Tensor | None], Tensor | None]
 ) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        own = dict(projection._parameters)  # noqa: SLF001 - what the attention reads as out_proj.weight
+        own = dict(own_parameters(projection))  # what the attention reads as out_proj.weight
         for kind, parameter in own.items():
-            projection._parameters[kind] = plain(parameter)  # type: ignore[assignment]  # noqa: SLF001
+            own_parameters(projection)[kind] = plain(parameter)  # type: ignore[assignment]
         try:
             return inner(*args, **kwargs)
         finally:
-            projection._parameters.update(own)  # noqa: SLF001
+            own_parameters(projection).update(own)
 
     return forward

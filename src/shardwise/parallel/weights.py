@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from shardwise.errors import JobError
 from shardwise.hardware import available_memory
 from shardwise.parallel.skeleton import draw
+from shardwise.torch_private.modules import own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -145,7 +146,7 @@ def fill_parameters(
             value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
         filled = nn.Parameter(value, requires_grad=parameter.requires_grad)
         for holder, attribute in holders[id(parameter)]:
-            holder._parameters[attribute] = filled  # noqa: SLF001 - setattr would run the user's own hooks
+            own_parameters(holder)[attribute] = filled
 
 
 def fill_buffers(
@@ -172,7 +173,7 @@ def share_values(module: nn.Module, device: torch.device) -> None:
 def _holders(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     holders: dict[int, list[tuple[nn.Module, str]]] = {}
     for part in module.modules():
-        for attribute, parameter in part._parameters.items():  # noqa: SLF001 - tied ones appear once per holder
+        for attribute, parameter in own_parameters(part).items():
             if parameter is not None:
                 holders.setdefault(id(parameter), []).append((part, attribute))
     return holders

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import IterableDataset
 
 from shardwise.data.loaders import dataset_of
 from shardwise.data.rows import settle_marks, tensors
 from shardwise.job.engine import is_mlx
-from shardwise.parallel.gather import full_values
+from shardwise.parallel.collectives import full_values
 from shardwise.parallel.gradsync import local
 from shardwise.parallel.keyed_draws import assign_places, draws_of
 from shardwise.parallel.keyed_masks import FirstPass
 from shardwise.parity.prepare import Preparation, prepare_job
 from shardwise.parity.progress import PauseLimit, Pulse, watched
 from shardwise.parity.reference import PlainTraining, Variant, true_double, vary
+from shardwise.torch_private.modules import BatchNormBase
 from shardwise.training.build import build_step
 from shardwise.training.evaluate import evaluate
 
@@ -304,7 +304,7 @@ def _watch_draws(step: Step | PlainTraining) -> FirstPass | None:
 
 def _has_batch_norm(model: Any) -> bool:
     if not is_mlx(model):
-        return any(isinstance(module, _BatchNorm) for module in model.modules())
+        return any(isinstance(module, BatchNormBase) for module in model.modules())
     from shardwise.parity.mlx_jobs import has_batch_norm
 
     return has_batch_norm(model)

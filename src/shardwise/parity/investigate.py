@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.data.rows import cut_rows
 from shardwise.job.generators import untouched_generators
-from shardwise.parallel.apply import unwrap
+from shardwise.parallel.collectives import unwrap
 from shardwise.parallel.keyed_masks import KeyedMasks
 from shardwise.parallel.tensor_rules import find_rules, styles_by_name
 from shardwise.parity.capture import grads_file, local_file, values_file

@@ -25,7 +25,7 @@ from shardwise.checkpoint.errors import name_of, parse_name
 from shardwise.data.rows import CountedCollate, RowMarks, num_rows, settle_marks, stack_samples, tensors
 from shardwise.errors import InputError, TrainingError
 from shardwise.job.generators import untouched_generators
-from shardwise.parallel.gather import full_values
+from shardwise.parallel.collectives import full_values
 from shardwise.parity.capture import digest_rows
 from shardwise.parity.lives import SeenSamples
 from shardwise.parity.prepare import prepare_job

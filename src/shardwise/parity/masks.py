@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from shardwise.errors import InputError
-from shardwise.parallel.apply import unwrap
+from shardwise.parallel.collectives import unwrap
 from shardwise.parity.capture import Print, fingerprint
 from shardwise.parity.prepare import Preparation, prepare_job
 from shardwise.parity.progress import PauseLimit, Pulse, watched

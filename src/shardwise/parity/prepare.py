@@ -15,6 +15,7 @@ from shardwise.job import Job, JobReference, load_job
 from shardwise.job.engine import is_mlx
 from shardwise.models import Decoder
 from shardwise.planner.job_plan import split_settings
+from shardwise.torch_private.modules import DropoutBase
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -163,7 +164,7 @@ def dropouts(model: nn.Module) -> Iterator[tuple[Any, str]]:
             owners.setdefault(id(config), config)
     for owner in owners.values():
         for name, value in list(vars(owner).items()):
-            named = "drop" in name or (name == "p" and isinstance(owner, nn.modules.dropout._DropoutNd))  # noqa: SLF001 - no public base
+            named = "drop" in name or (name == "p" and isinstance(owner, DropoutBase))
             if named and isinstance(value, float) and value > 0:
                 yield owner, name
 

@@ -27,6 +27,7 @@ from shardwise.parity.noise import is_comparable, may_be_noise, measure_noise
 from shardwise.parity.plans import Exact, one_process
 from shardwise.parity.progress import PauseLimit, StuckError, pause_limit, read_stuck
 from shardwise.parity.reference import Variant
+from shardwise.torch_private.runtime import DYNAMO
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -42,7 +43,7 @@ T = TypeVar("T")
 
 _SPLITS = (2, 4, 5)
 _PRELOAD = (
-    "torch._dynamo",
+    DYNAMO,
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.distributed.pipelining",

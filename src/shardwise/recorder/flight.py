@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import pickle
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
 from shardwise.recorder.operations import Sites
 from shardwise.runs.calls import ARRIVALS, FLIGHTS, Operation, pack
+from shardwise.torch_private.distributed import flight_records
+from shardwise.torch_private.runtime import is_inductor_imported
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 _LOOK_S = 0.5
 _FIRST_DUMP_S, _LONGEST_S = 5.0, 300.0
 """A dump takes 30 ms for the 2000 entries that torch keeps: arrivals are looked at ever more rarely."""
-_RECORDERS = {"": "_dump_fr_trace", "nccl ": "_dump_nccl_trace"}
-"""One for NCCL, which a build without it does not have, and one for all others."""
 _DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64"}
 
 
@@ -175,13 +174,13 @@ def _name(entry: dict[str, Any]) -> str:
 
 def _status() -> dict[str, dict[str, int]]:
     """Return how far each group is, by torch's number of it, those of NCCL set apart."""
-    found = _read(entries=False, stacks=False)
+    found = flight_records(entries=False, stacks=False)
     return {f"{kind}{number}": facts for kind, read in found.items() for number, facts in read["pg_status"].items()}
 
 
 def _dump(*, stacks: bool) -> list[dict[str, Any]]:
     """Return all entries, oldest first; `pg_id` is numbered as in `_status`."""
-    found = _read(entries=True, stacks=stacks)
+    found = flight_records(entries=True, stacks=stacks)
     return [{**entry, "pg_id": f"{kind}{entry['pg_id']}"} for kind, read in found.items() for entry in read["entries"]]
 
 
@@ -190,23 +189,7 @@ def _may_ask_for_stacks() -> bool:
 
     An import here breaks the same import under way in the script's own thread. Who makes an optimizer has it.
     """
-    import torch
-
-    return "_inductor" in vars(torch)
-
-
-def _read(*, entries: bool, stacks: bool) -> dict[str, dict[str, Any]]:
-    """Return what torch's flight recorders hold; anything but their second version is refused."""
-    from torch._C import _distributed_c10d as c10d
-
-    found = {}
-    for kind, name in _RECORDERS.items():
-        dump: Callable[..., bytes] | None = getattr(c10d, name, None)
-        if dump is not None:
-            found[kind] = pickle.loads(dump(entries, stacks, False))  # noqa: FBT003, S301 - torch wrote it just now
-            if not found[kind]["version"].startswith("2."):
-                raise ValueError(found[kind]["version"])
-    return found
+    return is_inductor_imported()
 
 
 def _site(frames: list[dict[str, Any]]) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.recorder.imports import when_imported
 from shardwise.runs import EventLog
 from shardwise.runs.calls import ENOUGH_SEPARATE_STEPS
+from shardwise.torch_private.distributed import has_rpc_agent
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -151,10 +152,4 @@ def _communicates() -> bool:
         return True
     if not dist.is_available():
         return False
-    return dist.is_initialized() or _has_rpc_agent()
-
-
-def _has_rpc_agent() -> bool:
-    from torch.distributed import rpc
-
-    return rpc.is_available() and rpc.api._is_current_rpc_agent_set()  # type: ignore[attr-defined]  # noqa: SLF001
+    return dist.is_initialized() or has_rpc_agent()

@@ -17,6 +17,7 @@ from shardwise.recorder.imports import be_deterministic, take_asked, when_import
 from shardwise.recorder.replicas import record_replicas, record_separate_steps
 from shardwise.recorder.torch_calls import record_batches, record_collectives, record_functional
 from shardwise.runs.calls import CallRing, GroupKey, Operation, pack
+from shardwise.torch_private.runtime import FUNCTIONAL_COLLECTIVES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 
 _C10D = "torch.distributed.distributed_c10d"
-_FUNCTIONAL = "torch.distributed._functional_collectives"
 _WAITS = "shardwise.engines.mlx.waits"
 """The module through which steps of MLX begin and are waited for."""
 _STEP = Operation("the sums of step", "", "", "")
@@ -62,7 +62,7 @@ def start_record(run: RunDirectory, rank: int, world_size: int) -> None:
 
 def _record(ring: CallRing, world_size: int) -> None:
     recorder = record_collectives(ring, world_size)
-    when_imported({_FUNCTIONAL: lambda: record_functional(recorder, sys.modules[_FUNCTIONAL])})
+    when_imported({FUNCTIONAL_COLLECTIVES: lambda: record_functional(recorder, sys.modules[FUNCTIONAL_COLLECTIVES])})
 
 
 def _register_stacks(run: RunDirectory, rank: int) -> int:

@@ -23,6 +23,13 @@ from shardwise.recorder.operations import (
     message_key,
 )
 from shardwise.runs.calls import BACKWARD_BIT, MEETINGS, GroupKey, Operation, pack
+from shardwise.torch_private.distributed import (
+    backward_task_reader,
+    groups_with_stores,
+    on_backend_registered,
+    resolve_group,
+)
+from shardwise.torch_private.runtime import loader_iterator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -39,22 +46,20 @@ _NOTHING: Mapping[str, Any] = {}
 
 def record_collectives(ring: CallRing, world_size: int) -> CollectiveRecorder:
     """Wrap the methods of torch's ProcessGroup and Work, and what makes groups; returns who records."""
-    from torch._C import _distributed_c10d as c10d
+    from torch.distributed.distributed_c10d import ProcessGroup, Work
 
     recorder = CollectiveRecorder(ring)
     for method in OPERATIONS:
-        if hasattr(c10d.ProcessGroup, method):
-            setattr(c10d.ProcessGroup, method, recorder.wrap(method, getattr(c10d.ProcessGroup, method)))
-    setattr(c10d.Work, "wait", recorder.wrap_wait(c10d.Work.wait))  # noqa: B010 - an assignment that mypy refuses
+        if hasattr(ProcessGroup, method):
+            setattr(ProcessGroup, method, recorder.wrap(method, getattr(ProcessGroup, method)))
+    setattr(Work, "wait", recorder.wrap_wait(Work.wait))  # noqa: B010 - an assignment that mypy refuses
     flights = FlightThread(ring, recorder.group_by_name)
-    register = c10d.ProcessGroup._register_backend  # noqa: SLF001 - every group that can communicate gets one
 
-    def register_backend(group: Any, *args: Any, **kwargs: Any) -> Any:
+    def registered(group: Any) -> None:
         recorder.forget_group(group)
         flights.start()
-        return register(group, *args, **kwargs)
 
-    setattr(c10d.ProcessGroup, "_register_backend", register_backend)  # noqa: B010
+    on_backend_registered(registered)
     _wrap_meetings(recorder, world_size)
     return recorder
 
@@ -76,9 +81,8 @@ def _wrap_meetings(recorder: CollectiveRecorder, world_size: int) -> None:
 
 def record_batches(ring: CallRing) -> None:
     """Wrap the step of torch's DataLoader iterators."""
-    from torch.utils.data import dataloader
-
-    real = dataloader._BaseDataLoaderIter.__next__  # noqa: SLF001 - the one place that every batch passes
+    iterator_class = loader_iterator()
+    real = iterator_class.__next__
 
     @functools.wraps(real)
     def next_batch(iterator: Any) -> Any:
@@ -88,7 +92,7 @@ def record_batches(ring: CallRing) -> None:
         finally:
             ring.end_data()
 
-    setattr(dataloader._BaseDataLoaderIter, "__next__", next_batch)  # noqa: B010, SLF001
+    iterator_class.__next__ = next_batch
 
 
 class _GroupState:
@@ -115,7 +119,7 @@ class CollectiveRecorder:
         self._messages: dict[tuple[Any, ...], tuple[int, str]] = {}
         self._open: dict[int, int] = {}
         self._own = _functions_of_torch()
-        self._graph_task: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001 - there is no public one
+        self._graph_task = backward_task_reader()
 
     def wrap(self, method: str, real: Callable[..., Any]) -> Callable[..., Any]:
         """Return `real`, a method of ProcessGroup, with a record of each call."""
@@ -200,9 +204,7 @@ class CollectiveRecorder:
 
     def group_by_name(self, name: str) -> int:
         """Return the place in the table of the newest group of that name; 0 when there is none."""
-        from torch.distributed import distributed_c10d
-
-        for group, (_, store) in list(distributed_c10d._world.pg_map.items()):  # noqa: SLF001 - all groups
+        for group, store in groups_with_stores():
             if store is not None and group.group_name == name:
                 return self.ring.intern((self._groups.get(id(group)) or self._learn_group(group)).key)
         return 0
@@ -305,7 +307,7 @@ def _wrap(recorder: CollectiveRecorder, module: ModuleType, real: Callable[..., 
 
     def record(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-        group = _group_of(module, given)
+        group = resolve_group(module, given["group"], given.get("tag", ""))
         if group is not None:
             operation = _describe(real.__name__, given)
             site = recorder.site_of(sys._getframe(2))  # noqa: SLF001 - inspect.currentframe takes no depth
@@ -318,20 +320,6 @@ def _wrap(recorder: CollectiveRecorder, module: ModuleType, real: Callable[..., 
         return real(*args, **kwargs)
 
     return recorded
-
-
-def _group_of(module: ModuleType, given: dict[str, Any]) -> Any:
-    """Return the process group that is meant by any of the ways to say so; None if torch has none."""
-    from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
-
-    group = given["group"]
-    if isinstance(group, ProcessGroup):
-        return group
-    try:
-        name = module._resolve_group_name(group, given.get("tag", ""))  # noqa: SLF001 - as the real one does
-        return _resolve_process_group(name)
-    except (RuntimeError, ValueError, TypeError, KeyError, AssertionError):
-        return None  # the real one will say what is wrong
 
 
 def _describe(name: str, given: dict[str, Any]) -> Operation:

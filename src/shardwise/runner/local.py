@@ -31,6 +31,7 @@ from shardwise.launcher.spec import LaunchSpec, RendezvousSpec, SubmitSpec
 from shardwise.plans.toml import plan_to_toml
 from shardwise.recorder.imports import Asked, deterministic_variables
 from shardwise.runner.presets import settle_preset
+from shardwise.torch_private.runtime import DYNAMO
 from shardwise.training.spec import RunStart
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 _DDP = frozenset({"DistributedDataParallel", "DDP"})
 _DYNAMO_USERS = _DDP | {"fully_shard", "FullyShardedDataParallel", "compile"}
-PRELOAD = ("torch", "torch._dynamo")
+PRELOAD = ("torch", DYNAMO)
 """What every rank of a job would import: torch, and what the first DDP imports (800 modules, 1.5 s)."""
 
 
@@ -167,7 +168,7 @@ def _preload(names: frozenset[str] | None) -> tuple[str, ...]:
     """
     if names is None:
         return ()
-    return ("torch", "numpy", "torch._dynamo") if names & _DYNAMO_USERS else ("torch", "numpy")
+    return ("torch", "numpy", DYNAMO) if names & _DYNAMO_USERS else ("torch", "numpy")
 
 
 def _names(target: Target) -> frozenset[str] | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.dist import local_world
 from shardwise.launcher.local.function import run_forked
+from shardwise.torch_private.runtime import DYNAMO
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,4 +36,4 @@ def run_ranks(fn: Callable[..., Any], nproc: int, *args: Any, timeout_s: float =
 def _preload() -> None:
     """Import once, before the fork, what the first DDP would import on every rank: 800 modules, 1.5 s."""
     with contextlib.suppress(ImportError):
-        importlib.import_module("torch._dynamo")
+        importlib.import_module(DYNAMO)

@@ -15,24 +15,24 @@ from shardwise.engines.deepspeed.build import build_deepspeed_step
 from shardwise.errors import JobError
 from shardwise.job.generators import seed_generators
 from shardwise.job.schedules import check_schedule
-from shardwise.parallel.apply import MeshContext, apply_plan, gradient_sync, parameters_of, stages_of
+from shardwise.parallel.apply import MeshContext, apply_plan, gradient_sync
 from shardwise.parallel.batch_norm import foreign_batch_norms
 from shardwise.parallel.blueprint import job_blueprint, real_blueprint
+from shardwise.parallel.collectives import parameters_of, stages_of
 from shardwise.parallel.context import check_context
-from shardwise.parallel.forward_watch import watch_forward
+from shardwise.parallel.first_passes import watch_forward, watch_inputs
 from shardwise.parallel.gradsync import GradNorm
-from shardwise.parallel.held_dtypes import check_dtypes
 from shardwise.parallel.keyed_masks import key_dropouts
 from shardwise.parallel.lora import adapt_blueprint
 from shardwise.parallel.optimizer import make_optimizer
 from shardwise.parallel.parameter_rules import (
     check_dense,
+    check_dtypes,
     check_parameters,
     refuse_sparse,
     trainable_of,
     without_gradient,
 )
-from shardwise.parallel.peer_inputs import watch_inputs
 from shardwise.parallel.replicated import by_rounds
 from shardwise.parallel.sharded import DTYPES, LOWER, ReducedList
 from shardwise.parallel.stage_gate import share_copies, tied_copies

@@ -22,8 +22,7 @@ from shardwise.errors import JobError
 from shardwise.job.engine import is_mlx
 from shardwise.job.generators import untouched_generators
 from shardwise.job.lora import is_adapter
-from shardwise.parallel.apply import stages_of
-from shardwise.parallel.gather import full_values
+from shardwise.parallel.collectives import full_values, stages_of
 from shardwise.runs.directory import write_error
 from shardwise.training.reading import token_cut
 from shardwise.training.step.module_step import adapter_facts, from_all, whole_weights

@@ -24,10 +24,15 @@ from shardwise.launcher.local.function import run_forked
 from shardwise.parallel.blueprint import structure
 from shardwise.parallel.context import check_context
 from shardwise.parallel.fused_loss import find_head
-from shardwise.parallel.held_dtypes import check_dtypes
 from shardwise.parallel.lora import add_adapters
-from shardwise.parallel.optimizer_rules import check_optimizer, check_sharded_updates, trial_shape
-from shardwise.parallel.parameter_rules import check_parameters, copy_attributes
+from shardwise.parallel.parameter_rules import (
+    check_dtypes,
+    check_optimizer,
+    check_parameters,
+    check_sharded_updates,
+    copy_attributes,
+    trial_shape,
+)
 from shardwise.parallel.sharded import check_sharded
 from shardwise.parallel.stages import check_stages, count_layers, find_layers
 from shardwise.parallel.support import require_supported, uses_ddp
@@ -238,7 +243,7 @@ def check_own_loop(model: nn.Module, plan: Plan) -> None:
 # The trial of an optimizer on shards before a run: two forked CPU ranks step small tensors in the parameters'
 # places.
 #
-# `make_optimizer` tries every optimizer on the shards of the run itself (parallel/optimizer_rules.py). Search and
+# `make_optimizer` tries every optimizer on the shards of the run itself (parallel/parameter_rules.py). Search and
 # preflight have no ranks yet, so the same trial runs here on two of its own, about 0.2 s for a job: each parameter
 # becomes a tensor of at most 16 elements a dimension, under its name and with its attributes, split as the plan
 # splits it. What two ranks show holds for more: an update either treats every element by itself, or DTensor brings

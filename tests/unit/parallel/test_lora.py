@@ -10,8 +10,8 @@ from torch import nn
 import shardwise as sw
 from refusals import refuses
 from shardwise.parallel.blueprint import job_blueprint
-from shardwise.parallel.held_dtypes import check_dtypes
 from shardwise.parallel.lora import adapt_blueprint, adapted, add_adapters
+from shardwise.parallel.parameter_rules import check_dtypes
 from shardwise.parallel.recompute import find_blocks
 from shardwise.parallel.tensor_rules import cut_dimension, find_rules, styles_by_name
 from shardwise.parallel.weights import fill_parameters

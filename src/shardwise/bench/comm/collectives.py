@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from shardwise.bench.comm.spec import KINDS, count_of, size_of
 from shardwise.errors import InputError, nearest
+from shardwise.torch_private.distributed import premultiplied_sum
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,7 +94,7 @@ def prepare(spec: CollectiveSpec, group: dist.ProcessGroup, device: torch.device
 def reduce_operation(name: str) -> Any:
     """Return torch's reduce operation; AttributeError where this torch has no such one."""
     if name == "PREMUL_SUM":  # made by a function without a public name
-        return dist._make_nccl_premul_sum(float(PREMULTIPLIER))  # type: ignore[attr-defined]  # noqa: SLF001
+        return premultiplied_sum(float(PREMULTIPLIER))
     return getattr(dist.ReduceOp, name)
 
 

@@ -294,7 +294,9 @@ class _Recorder:
     kept: list[BucketRecord] = field(default_factory=list)
 
     def average(
-        self, group: dist.ProcessGroup, bucket: torch._C._distributed_c10d.GradBucket
+        self,
+        group: dist.ProcessGroup,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[Tensor]:
         """Communicate over `group`: average the bucket."""
         buffer = bucket.buffer()

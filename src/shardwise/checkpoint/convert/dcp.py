@@ -19,6 +19,7 @@ from shardwise.checkpoint.disk import sync_folder
 from shardwise.checkpoint.errors import CheckpointError, DamagedError
 from shardwise.checkpoint.manifest import MAX_BYTES, read_regular
 from shardwise.errors import InputError
+from shardwise.torch_private.runtime import SHARDED_TENSOR_METADATA
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,14 +104,14 @@ _RECORDS = {
         "StorageMeta",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties"},  # up to torch 2.3
+    SHARDED_TENSOR_METADATA: {"TensorProperties"},  # up to torch 2.3
 }
 """The classes that DCP writes. Each is read as a bare record: nothing of torch's is made or called."""
 _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): str,
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): int,
-    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): int,
+    (SHARDED_TENSOR_METADATA, "MEM_FORMAT_ENCODING"): int,
     ("collections", "OrderedDict"): dict,
 }
 _PATHS = {("pathlib", "PosixPath"), ("pathlib", "Path"), ("pathlib._local", "PosixPath")}

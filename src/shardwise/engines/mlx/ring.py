@@ -10,13 +10,14 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import mlx.core as mx
 
 from shardwise.engines.mlx.mpi import mpi_group
 from shardwise.environment import adopt, variables
 from shardwise.errors import WorldError
+from shardwise.torch_private.distributed import innermost_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -194,9 +195,7 @@ def _found_ring(world: World, held: ExitStack) -> Ring:
 
 def _store_host(world: World) -> str:
     """Return the host of the store that the ranks met in; a file has none, and then it is this host's own name."""
-    store: Any = world.store
-    store = getattr(store, "_underlying_non_prefix_store", store)
-    return str(getattr(store, "host", "") or socket.gethostname())
+    return str(getattr(innermost_store(world.store), "host", "") or socket.gethostname())
 
 
 def _address_towards(host: str) -> str:

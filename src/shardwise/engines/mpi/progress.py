@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Work
 
 from shardwise.engines.mpi.calls import MpiCall
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_Work: Any = dist._Work  # type: ignore[attr-defined]  # noqa: SLF001 - what collectives return has no public name
 _SPIN_S = 100e-6
 """How long a wait only yields its core: a small collective takes some 10 us, a sleep at least 60."""
 _SHORTEST_S, _LONGEST_S = 20e-6, 1e-3
@@ -110,7 +110,7 @@ class MpiProgress:
                 work.check_limit()
 
 
-class MpiWork(_Work):  # type: ignore[misc]
+class MpiWork(Work):
     """A collective or message under way: torch's Work over requests of MPI."""
 
     def __init__(

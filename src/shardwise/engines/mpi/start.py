@@ -60,7 +60,7 @@ class Runtime:
         self._world: Any = None
         self._exit_code = 0
         self._has_joined = False
-        if GROUP_NAME.upper() not in dist.Backend._plugins:  # noqa: SLF001 - torch has no public way to ask
+        if GROUP_NAME not in dist.Backend.backend_list:
             dist.Backend.register_backend(GROUP_NAME, self._make_group, extended_api=True, devices=["cpu"])
 
     def identity(self, found: Identity) -> Identity:

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardwise.launcher.local.orders import (
     MEETING,
@@ -28,6 +28,7 @@ from shardwise.launcher.local.orders import (
 )
 from shardwise.launcher.local.processes import become_reaper, kill_descendants
 from shardwise.runs.directory import make_listener_folder, remove_listener_folder
+from shardwise.torch_private.runtime import was_cuda_used
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -144,17 +145,11 @@ def preload(names: Sequence[str]) -> str:
     # after a fork for nothing, whatever thread is left is one that a fork would break.
     pid = os.fork()
     if pid == 0:
-        os._exit(_was_cuda_touched())
+        os._exit(was_cuda_used())
     _, status = os.waitpid(pid, 0)
     if threading.active_count() > 1 or len(list(Path("/proc/self/task").iterdir())) > 1:
         return "importing torch started threads"
     return "importing torch touched CUDA" if status else ""
-
-
-def _was_cuda_touched() -> bool:
-    """Whether the process that this one was forked from used CUDA, if only to ask whether there is any."""
-    torch: Any = sys.modules.get("torch")
-    return torch is not None and torch.cuda._is_in_bad_fork()  # noqa: SLF001 - is_initialized() misses is_available()
 
 
 def main() -> Callable[[], None]:

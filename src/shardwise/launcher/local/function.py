@@ -25,6 +25,7 @@ from shardwise.runs import RunDirectory, Tail, create_run
 from shardwise.runs.console import INTERRUPTED, describe_exit
 from shardwise.runs.directory import use_listener_folder
 from shardwise.runs.failure import describe_failure, read_failure, write_failure
+from shardwise.torch_private.runtime import was_cuda_used
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -158,7 +159,7 @@ def _may_fork_here() -> bool:
     if torch is None:
         return True
     started = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return not (started or torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork())  # noqa: SLF001 - no public one
+    return not (started or was_cuda_used())
 
 
 def _from_here(call: Callable[[], Any], nproc: int) -> list[Any]:

@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own custom
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
+
+from shardwise.torch_private.dispatch import autocasts_on_cuda, efficient_attention, flash_attention, function_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-# ruff: noqa: SLF001, FBT001, FBT002, FBT003, PLR0917 - torch's own signatures and operators
+# ruff: noqa: FBT001, FBT002, PLR0917 - torch's own signatures and operators
 
 
-# From the operators with a kernel for AutocastCUDA in torch 2.13 (torch._C._dispatch_has_kernel_for_dispatch_key).
+# From the operators with a kernel for AutocastCUDA in torch 2.13 (`autocasts_on_cuda`).
 _LOWERED = frozenset({
     "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "mv", "bmm", "addmm", "addmv", "addbmm", "baddbmm", "addr",
     "chain_matmul", "multi_dot", "einsum", "prelu", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
@@ -70,7 +72,7 @@ class CudaRules(TorchFunctionMode):
         """Return `function` with these rules also where autograd calls it: backward switches such modes off."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self in _get_current_function_mode_stack():
+            if self in function_modes():
                 return function(*args, **kwargs)
             with self:
                 result = function(*args, **kwargs)
@@ -104,7 +106,7 @@ class CudaRules(TorchFunctionMode):
 
 def _lifts_rms_norm() -> bool:
     """Whether this torch's autocast computes it in fp32; so since 2.12."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
+    return autocasts_on_cuda("aten::rms_norm")
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -149,25 +151,14 @@ def _attention(
 ) -> Any:  # fmt: skip
     """Take the kernel that CUDA would: flash in 16 bit without a mask, memory-efficient else, the plain way last."""
     if query.dtype in {torch.bfloat16, torch.float16} and attn_mask is None:
-        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[
-            0
-        ]
+        return flash_attention(query, key, value, dropout=dropout_p, is_causal=is_causal, scale=scale)
     if query.dtype == torch.float64 or (enable_gqa and query.shape[1] != key.shape[1]):
         return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
     if attn_mask is not None:
         attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:3], key.shape[2])
-    return torch.ops.aten._scaled_dot_product_efficient_attention(
-        query,
-        key,
-        value,
-        attn_mask,
-        True,
-        dropout_p,
-        is_causal,
-        scale=scale,
-    )[0]
+    return efficient_attention(query, key, value, bias=attn_mask, dropout=dropout_p, is_causal=is_causal, scale=scale)
 
 
 def _cross_entropy(logits: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:

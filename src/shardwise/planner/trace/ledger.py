@@ -1,7 +1,5 @@
 """A ledger of one pass on meta tensors: what lives after each operator, and what work each operator is."""
 
-# ruff: noqa: SLF001 - the identity of storages and the numbers of autograd nodes are private in torch
-
 from __future__ import annotations
 
 import weakref
@@ -11,11 +9,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.planner.model.shape import AttentionWork, Matmul
 from shardwise.planner.trace.cuda_rules import workspace_bytes
+from shardwise.torch_private.dispatch import (
+    TorchDispatchMode,
+    is_in_backward,
+    next_sequence_number,
+    running_sequence_number,
+    schema_of,
+    storage_id,
+    tree_leaves,
+    tree_map_only,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -83,7 +89,7 @@ class Ledger(TorchDispatchMode):
     def begin_segment(self) -> int:
         """Begin the next segment of the forward pass; returns its index."""
         self.note()  # without what has died since the segment's last operator
-        self._starts.append(torch._C._autograd._get_sequence_nr())
+        self._starts.append(next_sequence_number())
         self.tallies.append(Tally())
         self.note()
         return len(self._starts) - 1
@@ -96,16 +102,16 @@ class Ledger(TorchDispatchMode):
     def tag(self, tensor: Tensor, tag: Tag) -> None:
         """Count a tensor as this from now on."""
         storage = tensor.untyped_storage()
-        self._count(storage._cdata, -1)
-        self._tags[storage._cdata] = tag
+        self._count(storage_id(storage), -1)
+        self._tags[storage_id(storage)] = tag
         self._watch(storage)
-        self._count(storage._cdata, +1)
+        self._count(storage_id(storage), +1)
 
     def tag_weight(self, weight: Tensor, *, cut: bool) -> None:
         """Count a tensor as a weight, which tensor parallelism cuts or not."""
         self.tag(weight, "cut weight" if cut else "weight")
         if not weight.requires_grad:
-            self._frozen.add(weight.untyped_storage()._cdata)
+            self._frozen.add(_key(weight))
 
     def gradient_made(self, weight: Tensor) -> None:
         """Count what is now a weight's gradient among the gradients."""
@@ -135,18 +141,18 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator, and write down what it made."""
-        name = func._schema.name
+        name = schema_of(func).name
         args, kwargs = _on_one_device(args, _with_real_places(name, args, kwargs or {}))
         result = func(*args, **kwargs)
         read, made = list(_tensors((args, tuple(kwargs.values())))), list(_tensors(result))
         tag = self._tag_of(name, read)
-        new = [tensor for tensor in made if tensor.untyped_storage()._cdata not in self._sizes]
+        new = [tensor for tensor in made if _key(tensor) not in self._sizes]
         for tensor in new:
-            self._tags[tensor.untyped_storage()._cdata] = tag
+            self._tags[_key(tensor)] = tag
             self._watch(tensor.untyped_storage())
-            self._count(tensor.untyped_storage()._cdata, +1)
+            self._count(_key(tensor), +1)
             if tag in _WEIGHTS and self._is_frozen(read):
-                self._frozen.add(tensor.untyped_storage()._cdata)
+                self._frozen.add(_key(tensor))
         if new:
             self.note()
             self._note_workspace(workspace_bytes(name, args), tag)
@@ -159,7 +165,7 @@ class Ledger(TorchDispatchMode):
 
         A matrix that is cut makes cut activations of whole ones and whole ones of cut ones, forward and backward.
         """
-        tags = {self._tags.get(tensor.untyped_storage()._cdata, "stream") for tensor in read}
+        tags = {self._tags.get(_key(tensor), "stream") for tensor in read}
         if tags and tags <= _WEIGHTS:
             return "cut weight" if "cut weight" in tags else "weight"
         activations = tags - _WEIGHTS - {"gradient"}
@@ -172,7 +178,7 @@ class Ledger(TorchDispatchMode):
         return "whole" if "whole" in activations else "stream"
 
     def _add_work(self, call: _OperatorCall, read: list[Tensor], made: list[Tensor], tag: Tag) -> None:
-        name = call.func._schema.name
+        name = schema_of(call.func).name
         segment, backward = self._place()
         tally = self.tallies[segment]
         if name in _MATMULS and not backward:
@@ -193,7 +199,7 @@ class Ledger(TorchDispatchMode):
         for tensor in (*read, *made):
             if not tensor.is_meta:
                 continue
-            own = self._tags.get(tensor.untyped_storage()._cdata, "stream")
+            own = self._tags.get(_key(tensor), "stream")
             amounts[_HELD.get(own, 0)] += tensor.numel() * tensor.element_size()
         if backward:
             tally.kernels_backward += 1
@@ -204,7 +210,7 @@ class Ledger(TorchDispatchMode):
         left = operands[0]
         count = left.shape[0] if left.ndim == 3 else 1
         rows = left.shape[-2]
-        cut_weight = any(self._tags.get(item.untyped_storage()._cdata) == "cut weight" for item in operands)
+        cut_weight = any(self._tags.get(_key(item)) == "cut weight" for item in operands)
         cut: Literal["none", "inner", "columns"] = "none"
         if cut_weight:
             cut = "columns" if tag == "cut" else "inner"
@@ -217,21 +223,19 @@ class Ledger(TorchDispatchMode):
 
     def _is_frozen(self, read: Iterable[Tensor]) -> bool:
         """Whether a weight that gets no gradient is among them."""
-        return any(tensor.untyped_storage()._cdata in self._frozen for tensor in read)
+        return any(_key(tensor) in self._frozen for tensor in read)
 
     def _place(self) -> tuple[int, bool]:
         """Return the segment at work, and whether it runs backward."""
-        if torch._C._current_graph_task_id() == -1:
+        if not is_in_backward():
             return len(self._starts) - 1, self._turned
-        node = torch._C._current_autograd_node()
-        number = node._sequence_nr() if node is not None else 0
-        # Nodes that sum gradients up have no number of their own: they belong to whoever is at work.
-        if node is None or number > 1 << 60:
+        number = running_sequence_number()
+        if number is None:  # nodes that sum gradients up belong to the segment at work
             return self.entries[-1].segment, True
         return max(0, bisect_right(self._starts, number) - 1), True
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+        key = storage_id(storage)
         if key not in self._sizes:
             self._refs[key] = weakref.ref(storage, partial(self._died, key))
             self._sizes[key] = storage.nbytes()
@@ -258,7 +262,7 @@ class _OperatorCall(NamedTuple):
 
 def _attention(call: _OperatorCall, samples: int) -> AttentionWork:
     query, key = call.args[0], call.args[1]
-    names = [argument.name for argument in call.func._schema.arguments]
+    names = [argument.name for argument in schema_of(call.func).arguments]
     given = dict(zip(names, call.args, strict=False)) | call.kwargs
     return AttentionWork(
         heads=query.shape[1],
@@ -290,6 +294,10 @@ def _on_one_device(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, An
         return args, kwargs
     moved: tuple[Any, dict[str, Any]] = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
     return moved
+
+
+def _key(tensor: Tensor) -> int:
+    return storage_id(tensor.untyped_storage())
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import default_collate
 
 from shardwise.data.loaders import dataset_of
@@ -23,6 +22,7 @@ from shardwise.parallel.skeleton import skeleton
 from shardwise.parallel.tensor_rules import check_tensor, cut_dimension, find_rules, styles_by_name
 from shardwise.planner.trace.cuda_rules import CudaRules
 from shardwise.planner.trace.ledger import Ledger, LedgerEntry, Tally, mark_returned, weights_in
+from shardwise.torch_private.dispatch import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves
 
 from shardwise.errors import JobError, PlanError
 from shardwise.planner.model.forms import Model
@@ -20,6 +18,8 @@ from shardwise.planner.model.shape import Amount, ModelShape, Part, Weight
 from shardwise.planner.trace.allowed import CP_DEGREES, context_degrees, head_of, length_of
 from shardwise.planner.trace.amounts import footprint_of, states_of, work_of
 from shardwise.planner.trace.rehearsal import SAMPLES, BlockCall, TracedModel, TracedPass, is_cut, run_block, run_model
+from shardwise.torch_private.dispatch import tree_leaves
+from shardwise.torch_private.modules import BatchNormBase
 from shardwise.versions import package_version
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _assemble(subject: TracedModel) -> ModelShape:
         tokens_per_sample=_tokens(subject),
         tp_degrees=subject.tp_degrees,
         stages=bool(calls) and not _is_misplaced(subject, passes[0]),
-        ties_samples=any(isinstance(module, _BatchNorm) for module in subject.model.modules()),
+        ties_samples=any(isinstance(module, BatchNormBase) for module in subject.model.modules()),
         source="traced",
     )
     return replace(shape, cp_degrees=context_degrees(subject, shape.heads), head=head_of(subject))

@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset
 from shardwise.data.loaders import dataset_length, dataset_of
 from shardwise.data.rows import map_tensors, stack_samples, tensors
 from shardwise.errors import JobError
+from shardwise.torch_private.dispatch import copy_all
 from shardwise.training.step.plain import PlainStep
 from shardwise.training.step.step import StepReport
 
@@ -236,7 +237,7 @@ class CapturedStep(StaticStep):
         """Put everything in its place and launch the graph."""
         self._begin()
         self.mark("forward", self.number)
-        torch._foreach_copy_(recording.inputs, [t for each in batch.micro_batches for t in tensors(each.batch)])
+        copy_all(recording.inputs, [t for each in batch.micro_batches for t in tensors(each.batch)])
         if batch.denominator != self._denominator:
             self._denominator = batch.denominator
             recording.weight.fill_(self._sync.gain / (batch.denominator or 1))

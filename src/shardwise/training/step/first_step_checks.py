@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from shardwise.data.rows import RowMarks, cut_output, map_rows, mark_rows, others, settle_marks, tensors
 from shardwise.errors import JobError
 from shardwise.job.generators import untouched_generators
-from shardwise.parallel.peer_inputs import CHECKED_PASSES, gathered, refuse_peers
+from shardwise.parallel.first_passes import CHECKED_PASSES, gathered, refuse_peers
 from shardwise.recorder.fingerprint import fingerprints
+from shardwise.torch_private.dispatch import TorchDispatchMode, is_traceable_wrapper_subclass, tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -203,9 +202,9 @@ class _Descent(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         if any(map(self.includes, given)):
-            for made in pytree.tree_leaves(result):
+            for made in tree_leaves(result):
                 if isinstance(made, Tensor):
                     self._add(made)
         return result

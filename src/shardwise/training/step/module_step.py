@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.modules.batchnorm import _NormBase
 
 from shardwise.checkpoint.adapters import merge_state
 from shardwise.job.generators import host_states, seed_generators, set_host_states
-from shardwise.parallel.apply import stages_of, unwrap
 from shardwise.parallel.batch_norm import BatchNorm
-from shardwise.parallel.gather import full_state_dict, own_buffers
+from shardwise.parallel.collectives import full_state_dict, own_buffers, stages_of, unwrap
 from shardwise.parallel.gradsync import local
 from shardwise.parallel.lora import adapted as adapted_parts
 from shardwise.parallel.stages import Stage
 from shardwise.parallel.tensor_rules import is_transposed
+from shardwise.torch_private.modules import NormBase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -59,7 +58,7 @@ class ModuleStep:
 
     def common_buffers(self, *, broadcast: bool) -> dict[str, Tensor]:
         """Return the buffers that ranks hold alike; where DDP broadcasts them, it makes some equal only in forward."""
-        norms = [module for module in self.model.modules() if isinstance(module, _NormBase)]
+        norms = [module for module in self.model.modules() if isinstance(module, NormBase)]
         shared = [norm for norm in norms if isinstance(norm, BatchNorm) and norm.group is not None]
         synced = {id(buffer) for norm in shared for buffer in norm.buffers()}
         # Statistics of the rows of one rank differ by design.

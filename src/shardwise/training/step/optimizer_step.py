@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.job import Loss
-from shardwise.parallel.apply import unwrap
 from shardwise.parallel.batch_norm import batch_norms
+from shardwise.parallel.collectives import unwrap
 from shardwise.parallel.fused_loss import deferred_in_evaluation, deferring_heads, with_logits
 from shardwise.parallel.keyed_masks import KeyedMasks
 from shardwise.training.step.first_step_checks import LossCheck, OutputRows, refuse_uncounted

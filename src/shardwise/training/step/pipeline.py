@@ -11,8 +11,8 @@ from torch import nn
 
 from shardwise.data.rows import cut_rows, tensors
 from shardwise.errors import JobError, ShardwiseError, some_of
-from shardwise.parallel.apply import parameters_of
 from shardwise.parallel.batch_norm import foreign_batch_norms
+from shardwise.parallel.collectives import parameters_of
 from shardwise.parallel.stage_gate import TieSync, tied_copies
 from shardwise.parallel.stage_values import refuse_exchanged
 from shardwise.training.step.first_step_checks import LossCheck

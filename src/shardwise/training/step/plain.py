@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.data.rows import cut_rows
-from shardwise.parallel.apply import unwrap
+from shardwise.parallel.collectives import unwrap
 from shardwise.parallel.sharded import naming_outside_use
 from shardwise.training.step.optimizer_step import OptimizerStep, measured
 from shardwise.training.step.step import NOTHING

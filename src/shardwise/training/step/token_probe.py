@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from shardwise.data.rows import map_tensors, tensors
 from shardwise.errors import JobError
+from shardwise.torch_private.dispatch import tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from shardwise.torch_private.dispatch import check_finite, reads_overflow_flag, update_loss_scale
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -57,7 +59,7 @@ class PlainUpdate:
         grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         not_finite = torch.zeros_like(self._one)
         # The kernel that fp16 scaling uses, with scale 1: one pass over the gradients, 3 us for a small model.
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, not_finite, self._one)
+        check_finite(grads, not_finite, self._one)
         return Updated(None, step_unless(optimizer, not_finite))
 
     def state(self) -> dict[str, Tensor]:
@@ -112,8 +114,13 @@ class ScaledUpdate:
         self._norm.scale(factor)
         overflow = not_finite(norm)
         skipped = step_unless(optimizer, overflow)
-        torch._amp_update_scale_(
-            self.loss_scale, self._steps_without_overflow, overflow, _GROWTH, _BACKOFF, _GROWTH_INTERVAL
+        update_loss_scale(
+            self.loss_scale,
+            self._steps_without_overflow,
+            overflow,
+            growth=_GROWTH,
+            backoff=_BACKOFF,
+            interval=_GROWTH_INTERVAL,
         )
         return Updated(norm, skipped)
 
@@ -137,7 +144,7 @@ def step_unless(optimizer: Any, overflow: Tensor) -> Tensor | float:
 
     Returns whether it stood still, as 1.0 or 0.0.
     """
-    if overflow.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False):
+    if overflow.is_cuda and reads_overflow_flag(optimizer):
         optimizer.grad_scale, optimizer.found_inf = None, overflow
         optimizer.step()
         del optimizer.grad_scale, optimizer.found_inf
