@@ -211,7 +211,7 @@ SURFACE = {
         "SCRIPT",
         "ARGUMENTS",
     ],
-    "doctor env": ["--preset", "--export", "--nproc", "--run", "--json"],
+    "doctor env": ["--preset", "--nproc", "--run", "--export", "--json"],
     "doctor net": ["--hosts", "--folder", "--port", "--json"],
     "doctor run": ["PATH", "--json"],
 }

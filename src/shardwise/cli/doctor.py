@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import msgspec
 
 from shardwise.cli.main import LazyGroup
+from shardwise.cli.options import present
 from shardwise.runs.console import say
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from shardwise.doctor.catalogue import Verdict
-
-
-# How `doctor` shows what it found: one line for each verdict, the fix below, or JSON.
-
-
-def say_verdicts(verdicts: Sequence[Verdict]) -> None:
-    """Show each verdict on a line, what to do about it below, and how many there were of each kind."""
-    width = max((len(verdict.name) for verdict in verdicts), default=0)
-    for verdict in verdicts:
-        say(f"{verdict.state:<4}  {verdict.name:<{width}}  {verdict.fact}")
-        if verdict.fix:
-            say(f"{'':<4}  {'':<{width}}  -> {verdict.fix}")
-    counts = {state: sum(verdict.state == state for verdict in verdicts) for state in ("ok", "warn", "fail")}
-    say(f"{counts['ok']} ok, {counts['warn']} to look at, {counts['fail']} failed")
-
-
-def say_json(value: Any) -> None:
-    """Show a value as JSON."""
-    say(msgspec.json.format(msgspec.json.encode(value), indent=1).decode())
-
-
 PARTS = {
-    "drill": "Do harm to your own job, and check that it is named and comes back.",
+    "drill": "Inject faults into your own job, and check that each is named and the job recovers.",
     "env": "Explain and check environment variables; print presets.",
-    "net": "Check all hosts and the ways between them; end with the launch line.",
+    "net": "Check all hosts and the links between them; end with the launch line.",
     "run": "Explain a finished or stuck run from its directory.",
 }
 
@@ -50,14 +26,11 @@ def command(context: click.Context, *, as_json: bool) -> int:
     """Check this machine: GPUs, torch, NCCL, interfaces, memory, limits, cores, disk, clock."""
     if context.invoked_subcommand is not None:
         return 0
-    from shardwise.doctor.catalogue import exit_code
-    from shardwise.doctor.machine.checks import check_machine
-    from shardwise.doctor.machine.observe import observe_machine
+    from shardwise.doctor.machine.observe import doctor
 
-    machine = observe_machine()
-    verdicts = check_machine(machine)
-    if as_json:
-        say_json({"facts": machine, "verdicts": verdicts})
-    else:
-        say_verdicts(verdicts)
-    return exit_code(verdicts)
+    return present(doctor(), as_json=as_json)
+
+
+def say_json(value: Any) -> None:
+    """Show a value as JSON."""
+    say(msgspec.json.format(msgspec.json.encode(value), indent=1).decode())

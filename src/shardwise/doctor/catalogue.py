@@ -1,4 +1,4 @@
-"""The catalogue of environment variables with their sources, and the result of one check."""
+"""The catalogue of environment variables with their sources, and presets of them for kinds of clusters."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from shardwise.errors import InputError
-from shardwise.runs.console import CHECK_FAILED, DONE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
 
 _FILE = Path(__file__).with_name("env_catalogue.toml")
@@ -116,41 +115,3 @@ def find_preset(name: str) -> Preset:
             f"there is no preset {name!r}", code="doctor.unknown-preset", fix=f"choose one of {', '.join(presets)}"
         )
     return presets[name]
-
-
-# What a check says: its name, whether all is well, the fact, and what to do.
-
-
-State = Literal["ok", "warn", "fail"]
-
-
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What one check found."""
-
-    name: str
-    """What was looked at: a part of the machine, or a variable."""
-    state: State
-    """fail: it cannot work; warn: it may be slow or wrong."""
-    fact: str
-    fix: str = ""
-    """What to do, empty when all is well."""
-
-
-def ok(name: str, fact: str) -> Verdict:
-    """Say that all is well."""
-    return Verdict(name=name, state="ok", fact=fact)
-
-
-def warn(name: str, fact: str, fix: str) -> Verdict:
-    """Say that it may be slow or wrong, and what to do."""
-    return Verdict(name=name, state="warn", fact=fact, fix=fix)
-
-
-def fail(name: str, fact: str, fix: str) -> Verdict:
-    """Say that it cannot work, and what to do."""
-    return Verdict(name=name, state="fail", fact=fact, fix=fix)
-
-
-def exit_code(verdicts: Iterable[Verdict]) -> int:
-    """Return 3 when a check failed, else 0: warnings do not stop a job."""
-    return CHECK_FAILED if any(verdict.state == "fail" for verdict in verdicts) else DONE

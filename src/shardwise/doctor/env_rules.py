@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.doctor.catalogue import FAMILIES, VariableCatalogue, Verdict, fail, ok, read_catalogue, warn
+from shardwise.doctor.catalogue import FAMILIES, VariableCatalogue, read_catalogue
 from shardwise.doctor.machine.checks import nccl_matches
+from shardwise.doctor.verdicts import Verdict, fail, ok, warn
 from shardwise.environment import identify, num_threads, visible_cuda_devices
 from shardwise.errors import EnvironmentVariablesError
 

@@ -158,12 +158,13 @@ class _ParameterRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         target = args[0] if args else None
-        on_meta = isinstance(target, Tensor) and target.is_meta
-        if on_meta:
-            self._note(func, target, args[1:], kwargs or {})
-            if func.overloadpacket.__name__ in _RANDOM:
-                return target  # a no-op: torch decomposes normal_ on meta in Python, 50 ms for a model in a fresh rank
-        return func(*args, **(kwargs or {}))
+        if not isinstance(target, Tensor) or not target.is_meta:
+            return func(*args, **(kwargs or {}))
+        result = target
+        if func.overloadpacket.__name__ not in _RANDOM:  # torch decomposes normal_ on meta in Python: 50 ms for a model
+            result = func(*args, **(kwargs or {}))
+        self._note(func, target, args[1:], kwargs or {})
+        return result
 
     def tail(self, parameter: nn.Parameter, own: _ParameterRecorder) -> Recipe | None:
         """Return what `own` recorded of a parameter if this record ends with just that; else None."""

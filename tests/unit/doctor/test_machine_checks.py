@@ -4,9 +4,9 @@ import msgspec
 import pytest
 from doctor.machines import CARD, ETHERNET, GIB, HEALTHY, IDLE, LOOPBACK, changed
 
-from shardwise.doctor.catalogue import exit_code, fail, ok, warn
 from shardwise.doctor.machine.checks import CHECKS, check_machine, gloo_choice, nccl_choice, nccl_matches
 from shardwise.doctor.machine.facts import Driver, GpuFacts, Interface, RdmaDevice, Torch
+from shardwise.doctor.verdicts import VerdictReport, fail, ok, warn
 
 NO_GPU = {"gpus": (), "driver": Driver(), "torch": Torch(version="2.13.0+cpu", gloo=True)}
 EFA = RdmaDevice(name="rdmap0", driver="efa", active=True)
@@ -92,8 +92,15 @@ def test_checks_that_need_torch_do_not_fail_twice_when_it_is_broken():
 
 
 def test_only_failures_change_the_exit_code():
-    assert exit_code([ok("a", "fine"), warn("b", "slow", "mend")]) == 0
-    assert exit_code([ok("a", "fine"), fail("b", "broken", "mend")]) == 3
+    doubtful = VerdictReport(verdicts=(ok("a", "fine"), warn("b", "slow", "mend")))
+    broken = VerdictReport(verdicts=(ok("a", "fine"), fail("b", "broken", "mend")))
+    assert (doubtful.exit_code, broken.exit_code) == (0, 3)
+    assert doubtful.to_text().splitlines() == [
+        "ok    a  fine",
+        "warn  b  slow",
+        "         -> mend",
+        "1 ok, 1 to look at, 0 failed",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import ipaddress
 import re
 from typing import TYPE_CHECKING
 
-from shardwise.doctor.catalogue import Verdict, fail, ok, warn
+from shardwise.doctor.verdicts import Verdict, fail, ok, warn
 from shardwise.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import pynvml
 
+from shardwise.doctor.machine.checks import check_machine
 from shardwise.doctor.machine.facts import (
     Clock,
     Cpu,
@@ -36,10 +37,12 @@ from shardwise.doctor.machine.facts import (
     RdmaDevice,
     Torch,
 )
+from shardwise.doctor.verdicts import VerdictReport
 from shardwise.environment import variables, visible_cuda_devices
 from shardwise.hardware import available_memory
 from shardwise.hardware.probe import cgroup_quota, select_visible
 from shardwise.launcher.nodes.network import own_addresses
+from shardwise.spec import Spec, spec_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,6 +67,23 @@ print(json.dumps({
     "cuda_error": next((str(w.message).splitlines()[0] for w in said if "CUDA" in str(w.message)), ""),
 }))
 """
+
+
+class MachineSpec(Spec, frozen=True, kw_only=True):
+    """What `shardwise doctor` is asked: nothing but to check this machine."""
+
+
+class MachineReport(VerdictReport, frozen=True, kw_only=True):
+    """What `shardwise doctor` answers."""
+
+    facts: Machine
+
+
+@spec_function(MachineSpec)
+def doctor(_spec: MachineSpec) -> MachineReport:
+    """Check this machine: GPUs, torch, NCCL, interfaces, memory, limits, cores, disk, clock."""
+    facts = observe_machine()
+    return MachineReport(facts=facts, verdicts=tuple(check_machine(facts)))
 
 
 def observe_machine() -> Machine:

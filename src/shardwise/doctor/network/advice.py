@@ -8,7 +8,6 @@ import statistics
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from shardwise.doctor.catalogue import Verdict, fail, ok, warn
 from shardwise.doctor.network.facts import count_hosts, cut_pairs, lost_pairs, name_few, name_hosts
 from shardwise.doctor.network.link_checks import (
     check_exposure,
@@ -18,6 +17,7 @@ from shardwise.doctor.network.link_checks import (
     check_reach,
     stuck_pairs,
 )
+from shardwise.doctor.verdicts import Verdict, fail, ok, warn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

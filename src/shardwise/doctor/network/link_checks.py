@@ -8,8 +8,8 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING, cast
 
 from shardwise.bench.p2p.verdict import find_slow
-from shardwise.doctor.catalogue import Verdict, fail, ok, warn
 from shardwise.doctor.network.facts import culprits, cut_pairs, lost_pairs, name_hosts, open_pairs, roads
+from shardwise.doctor.verdicts import Verdict, fail, ok, warn
 from shardwise.units import format_bandwidth, format_seconds
 
 if TYPE_CHECKING:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from shardwise.doctor.network.advice import diagnose, launch_lines
 from shardwise.doctor.network.facts import (
     HostClock,
     HostFacts,
@@ -25,19 +27,23 @@ from shardwise.doctor.network.facts import (
     open_pairs,
     turns,
 )
-from shardwise.doctor.network.link_checks import slow_links
+from shardwise.doctor.network.link_checks import matrix, slow_links
 from shardwise.doctor.network.probe import LOOKUP_S, REACH_S
 from shardwise.doctor.network.session import ANSWER_S, Order, Probes, ProbeSession
+from shardwise.doctor.verdicts import VerdictReport, table_lines, verdict_lines
 from shardwise.launcher.ssh.checks import explain_end, find_here
+from shardwise.launcher.ssh.run import HostSpec, read_hosts
+from shardwise.runs.console import complain
+from shardwise.spec import Spec, option, spec_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
 
     from shardwise.doctor.network.facts import Pair, Road
-    from shardwise.launcher.ssh.run import HostSpec
 
 
+_MOST_COLUMNS = 8
+"""Hosts whose matrix of links fits a terminal."""
 _LOGIN_S = 20.0
 _MARGIN_S = 3.0
 _STREAM_S = 0.3
@@ -48,6 +54,52 @@ _MORE_LOOKS = 2
 when they all still do."""
 _PACKETS = (8900, 4000, 1500, 1450, 1400, 1280, 576)
 """Sizes that are tried below what the interfaces say: tunnels take 50 to 100 bytes."""
+
+
+class NetSpec(Spec, frozen=True, kw_only=True):
+    """What `shardwise doctor net` is asked."""
+
+    hosts: Annotated[str, option(metavar="HOSTS")]
+    """Hosts such as a,me@b:8, or a file of them."""
+    folders: Annotated[tuple[Path, ...], option("--folder")] = ()
+    """Of runs, data or checkpoints, to be the same storage everywhere (default: where you are)."""
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 29500
+    """Port of the rendezvous."""
+
+
+class NetReport(VerdictReport, frozen=True, kw_only=True):
+    """What `shardwise doctor net` answers."""
+
+    facts: NetFacts
+    launch: tuple[str, ...]
+    """The launch line for the hosts that work, with comments; empty when no two of them do."""
+
+    def to_text(self) -> str:
+        """Return the verdicts, the matrix of links and the launch line."""
+        lines = verdict_lines(self.verdicts)
+        if len(self.facts.usable) > _MOST_COLUMNS:
+            lines += ["", f"the links of {len(self.facts.usable)} hosts are too many for a terminal: add --json"]
+        elif self.facts.links:
+            lines += ["", *table_lines(matrix(self.facts.usable, self.facts.links))]
+        return "\n".join([*lines, "", *(self.launch or ["no two of these hosts can run a job together"])])
+
+
+@spec_function(NetSpec)
+def doctor_net(spec: NetSpec) -> NetReport:
+    """Check logins, versions, names, clocks, storage, ports and links of all hosts; end with the launch line."""
+    hosts = read_hosts(spec.hosts)
+    folders = [Path.cwd() / folder.expanduser() for folder in spec.folders] or [Path.cwd()]
+    facts = examine(hosts, folders=folders, port=spec.port, note=lambda text: complain(f"shardwise: {text}"))
+    typed = {label: _typed(host) for label, host in zip(label_hosts(hosts), hosts, strict=True)}
+    return NetReport(facts=facts, verdicts=tuple(diagnose(facts)), launch=tuple(launch_lines(facts, typed)))
+
+
+def _typed(host: HostSpec) -> str:
+    """Return how --hosts names a host."""
+    name = f"[{host.name}]" if ":" in host.name else host.name
+    user = f"{host.user}@" if host.user else ""
+    slots = f":{host.slots}" if host.slots else ""
+    return user + name + slots
 
 
 def examine(hosts: Sequence[HostSpec], *, folders: Sequence[Path], port: int, note: Callable[[str], None]) -> NetFacts:

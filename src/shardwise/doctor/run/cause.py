@@ -6,8 +6,8 @@ import re
 import signal
 from typing import TYPE_CHECKING, Literal
 
-from shardwise.doctor.catalogue import Verdict, fail, ok, warn
 from shardwise.doctor.guard.hang import describe_ends
+from shardwise.doctor.verdicts import Verdict, fail, ok, warn
 from shardwise.launcher.explain import find_mismatch
 from shardwise.launcher.policy import RankExit, root_cause
 from shardwise.runs.console import BAD_INPUT, PREEMPTED, describe_exit, name_ranks, short

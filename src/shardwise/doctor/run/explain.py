@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from shardwise.doctor.catalogue import Verdict, fail, ok, warn
 from shardwise.doctor.guard.guard import GOES_ON
 from shardwise.doctor.guard.hang import decide
 from shardwise.doctor.run.cause import check_cause, kind_of_end, state_of
+from shardwise.doctor.run.facts import read_run
 from shardwise.doctor.run.nccl_log import check_transports, effects
+from shardwise.doctor.verdicts import Verdict, VerdictReport, fail, ok, verdict_lines, warn
 from shardwise.runs.console import name_ranks
 from shardwise.runs.recorder import PHASES
+from shardwise.spec import Spec, argument, spec_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -21,23 +22,47 @@ if TYPE_CHECKING:
     from shardwise.doctor.run.facts import Event, RunFacts
     from shardwise.runs.recorder import Mark
 
+_MOST_EVENTS = 40
+"""Events that the text shows; JSON has all of them."""
 STUCK_S = 10.0
 """Seconds in a collective from which on ranks that do not come are missed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunReport:
-    """What there is to say of a run."""
+class RunSpec(Spec, frozen=True, kw_only=True):
+    """What `shardwise doctor run` is asked."""
+
+    path: Annotated[Path, argument("RUN")]
+    """Directory of the run."""
+
+
+class RunReport(VerdictReport, frozen=True, kw_only=True):
+    """What `shardwise doctor run` answers."""
 
     state: str
     """"finished", "failed", "stopped", "lost", "silent", "running", or "stuck"."""
     kind: str
-    """Of its end, as `run_cause.Kind` lists them; else empty."""
+    """Of its end, as `cause.Kind` lists them; else empty."""
     story: tuple[str, ...]
     """What happened, in order."""
-    verdicts: tuple[Verdict, ...]
     commands: tuple[str, ...]
     """What to type next."""
+
+    def to_text(self) -> str:
+        """Return the state, the last events, the verdicts and the next commands."""
+        lines = [f"state: {self.state}" + (f" ({self.kind})" if self.kind else "")]
+        left_out = len(self.story) - _MOST_EVENTS
+        if left_out > 0:
+            lines.append(f"... {left_out} lines before: add --json")
+        lines += [*self.story[-_MOST_EVENTS:], "", *verdict_lines(self.verdicts)]
+        if self.commands:
+            lines += ["", *self.commands]
+        return "\n".join(lines)
+
+
+@spec_function(RunSpec)
+def doctor_run(spec: RunSpec) -> RunReport:
+    """Say what happened in the run directory RUN, why, what was lost, and what to type next."""
+    return explain(read_run(spec.path))
 
 
 def explain(facts: RunFacts) -> RunReport:

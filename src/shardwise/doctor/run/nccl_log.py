@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shardwise.doctor.catalogue import Verdict, fail, ok, warn
+from shardwise.doctor.verdicts import Verdict, fail, ok, warn
 from shardwise.errors import some_of
 
 if TYPE_CHECKING:

@@ -1,0 +1,81 @@
+"""Verdicts: what each check of `doctor` found, and the report that lists them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from shardwise.runs.console import CHECK_FAILED, DONE
+from shardwise.spec import Report
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+State = Literal["ok", "warn", "fail"]
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What one check found."""
+
+    name: str
+    """What was checked: a component of the machine, or a variable."""
+    state: State
+    """fail: it cannot work; warn: it may be slow or wrong."""
+    fact: str
+    fix: str = ""
+    """What to do, empty for ok."""
+
+
+def ok(name: str, fact: str) -> Verdict:
+    """Return the verdict of a check that passed."""
+    return Verdict(name=name, state="ok", fact=fact)
+
+
+def warn(name: str, fact: str, fix: str) -> Verdict:
+    """Return a verdict on what may be slow or wrong, with the fix."""
+    return Verdict(name=name, state="warn", fact=fact, fix=fix)
+
+
+def fail(name: str, fact: str, fix: str) -> Verdict:
+    """Return a verdict on what cannot work, with the fix."""
+    return Verdict(name=name, state="fail", fact=fact, fix=fix)
+
+
+class VerdictReport(Report, frozen=True, kw_only=True):
+    """A report of checks; the exit code is 3 when one failed: warnings do not stop a job."""
+
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def exit_code(self) -> int:  # type: ignore[override]
+        """Return 3 when a check failed, else 0."""
+        return CHECK_FAILED if any(verdict.state == "fail" for verdict in self.verdicts) else DONE
+
+    def to_text(self) -> str:
+        """Return each verdict on a line, its fix below, and the number of each state."""
+        return "\n".join(verdict_lines(self.verdicts))
+
+
+def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:
+    """Return a line for each verdict, its fix below, and the number of each state at the end."""
+    width = max((len(verdict.name) for verdict in verdicts), default=0)
+    lines = []
+    counts = {"ok": 0, "warn": 0, "fail": 0}
+    for verdict in verdicts:
+        counts[verdict.state] += 1
+        lines.append(f"{verdict.state:<4}  {verdict.name:<{width}}  {verdict.fact}")
+        if verdict.fix:
+            lines.append(f"{'':<4}  {'':<{width}}  -> {verdict.fix}")
+    lines.append(f"{counts['ok']} ok, {counts['warn']} to look at, {counts['fail']} failed")
+    return lines
+
+
+def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of text as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
