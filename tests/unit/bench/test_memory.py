@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardwise as sw
+from jobs import Tokens, train_split
 from shardwise.bench.memory import LiveBytes
 from shardwise.models import DecoderConfig
 from shardwise.plans import Plan
@@ -18,19 +19,10 @@ TINY = DecoderConfig(
 )
 
 
-class Tokens(torch.utils.data.Dataset):
-    def __len__(self):
-        return 1024
-
-    def __getitem__(self, index):
-        row = torch.randint(0, TINY.vocab_size, (17,), generator=torch.Generator().manual_seed(index))
-        return row[:-1], row[1:]
-
-
 def make_job(ranks):
     return sw.Job(
         model=lambda: sw.models.decoder(TINY),
-        data=lambda split: Tokens() if split == "train" else None,
+        data=train_split(Tokens(1024, 16, TINY.vocab_size)),
         loss=sw.losses.token_cross_entropy,
         optimizer=sw.adamw(lr=1e-3),
         batch_size=2 * ranks,

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from training.sentences import sentences_job
 
 import shardwise as sw
+from jobs import sentences_job
 from refusals import refuses
 from shardwise.data.tokens import TokenCut, check_token_loss
 

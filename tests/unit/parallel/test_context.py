@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import shardwise as sw
+from jobs import Tokens, train_split
 from refusals import refuses
 from shardwise.parallel.context import attend_whole, context_parallel
 from shardwise.testing import run_ranks
@@ -52,17 +53,9 @@ def test_attention_over_slices_is_attention_over_whole_sequences(size):
 
 
 def job(length=256):
-    class Rows(torch.utils.data.Dataset):
-        def __len__(self):
-            return 2
-
-        def __getitem__(self, index):
-            tokens = torch.randint(0, 512, (length + 1,), generator=torch.Generator().manual_seed(index))
-            return tokens[:-1], tokens[1:]
-
     return sw.Job(
         model=lambda: sw.models.decoder("llama-tiny", vocab_size=512, context=length, width=32, num_kv_heads=4),
-        data=lambda split: Rows() if split == "train" else None,
+        data=train_split(Tokens(2, length, 512)),
         loss=sw.losses.token_cross_entropy,
         optimizer=sw.adamw(lr=1e-3),
         batch_size=2,

@@ -7,9 +7,9 @@ import torch
 from parallel.test_linear_cross_entropy import Largest
 from torch import nn
 from torch.nn import functional
-from training.sentences import sentences_job
 
 import shardwise as sw
+from jobs import Tokens, sentences_job
 from refusals import refuses
 from shardwise.job import losses
 from shardwise.parallel.fused_loss import DeferredLogits, fuse_head
@@ -61,17 +61,9 @@ def job_of(**changes):
     def model():
         return sw.models.decoder("gpt2-tiny", vocab_size=WORDS, width=8, num_heads=2, num_layers=1, context=256)
 
-    class Texts(torch.utils.data.Dataset):
-        def __len__(self):
-            return 8
-
-        def __getitem__(self, index):
-            tokens = torch.randint(0, WORDS, (257,), generator=torch.Generator().manual_seed(index))
-            return tokens[:-1], tokens[1:]
-
     fields = {
         "model": model,
-        "data": lambda _: Texts(),
+        "data": lambda _: Tokens(8, 256, WORDS),
         "loss": losses.token_cross_entropy,
         "steps": 1,
         "batch_size": 8,

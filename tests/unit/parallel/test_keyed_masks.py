@@ -8,26 +8,17 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from jobs import FP64, Points, train_split
 from refusals import refuses
 from shardwise.data.cursor import Places
 from shardwise.parallel.keyed_draws import DrawContext, KeyedDraws
 from shardwise.parallel.keyed_masks import KeyedDropout, key_dropouts, keyed_mask
-from shardwise.plans import Pipeline, Precision
+from shardwise.plans import Pipeline
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step
 
-FP64 = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp64")
 DROP = nn.Dropout(0.4)
-
-
-class Points(torch.utils.data.Dataset):
-    """22 points in batches of 8: the last step of an epoch is short and filled."""
-
-    def __len__(self):
-        return 22
-
-    def __getitem__(self, index):
-        return torch.randn(3, 6, generator=torch.Generator().manual_seed(index)), torch.tensor(index % 3)
+POINTS = Points(22, 3, 6)  # in batches of 8, the last step of an epoch is short and filled
 
 
 class Block(nn.Module):
@@ -59,7 +50,7 @@ class Net(nn.Module):
 
 def make_job(model=Net, **changes):
     fields = {
-        "data": lambda split: Points() if split == "train" else None,
+        "data": train_split(POINTS),
         "loss": sw.losses.cross_entropy,
         "optimizer": sw.adamw(lr=1e-2),
         "batch_size": 8,
@@ -365,7 +356,7 @@ def test_rows_that_do_not_come_first_are_refused():
 
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
-        return iter([Points()[index] for index in range(22)])
+        return iter([POINTS[index] for index in range(22)])
 
 
 def test_a_stream_is_refused():

@@ -7,15 +7,14 @@ import signal
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from training.sentences import Sentences, sentences_job
 
 import shardwise as sw
+from jobs import FP64, SENTENCES, Tokens, sentences_job, train_split
 from refusals import refuses
 from shardwise.checkpoint import read_manifest
 from shardwise.parallel.support import require_supported
 from shardwise.parity.plans import changed_numbers, settle_plan
 from shardwise.planner.settle import LocalDevice, settle
-from shardwise.plans import Precision
 from shardwise.runs import EventLog
 from shardwise.runs.drift import ReplicaSpec
 from shardwise.runs.recorder import Timeline
@@ -26,16 +25,8 @@ from shardwise.training.reading import Length
 from shardwise.training.saving import StoppedError
 from shardwise.training.spec import SaveSpec
 
-FP64 = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp64")
 ROUND, STEPS, SYNCS = 3, 7, (3, 5, 7)
 """An epoch has five steps, so its second round is short, and so is the last of the training."""
-
-
-class Uneven(Sentences):
-    """38 rows, of which some count less than others: in batches of 8, the fifth step of an epoch is short."""
-
-    def __len__(self):
-        return 38
 
 
 def make_model():
@@ -43,7 +34,8 @@ def make_model():
 
 
 def make_job(**changes):
-    data = {"data": lambda split: Uneven() if split == "train" else None, "steps": STEPS, "clip_norm": None}
+    # 38 rows in batches of 8: the fifth step of an epoch is short.
+    data = {"data": train_split(Tokens(38, 8, 50, SENTENCES.ignored)), "steps": STEPS, "clip_norm": None}
     return sentences_job(**{**data, "model": make_model, "optimizer": sw.sgd(lr=0.3), **changes})
 
 

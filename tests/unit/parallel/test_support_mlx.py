@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
+from jobs import FP64
 from refusals import refuses
 from shardwise.parallel.support import require_supported
 from shardwise.planner.settle import MLX, settle
 from shardwise.plans import Communication, Offload, Plan, Precision
 
 DDP = dataclasses.replace(Plan.preset("ddp", 2, batch_size=8), engine="mlx")
-FP64 = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp64")
 
 
 @pytest.mark.parametrize("precision", [Precision(), Precision(compute="bf16"), FP64], ids=str)

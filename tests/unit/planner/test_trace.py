@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
+from jobs import Tokens
 from refusals import refuses
 from shardwise.bench.memory import LiveBytes
 from shardwise.hardware.calibration import default_calibration
@@ -27,18 +27,6 @@ from shardwise.testing import fake_world
 GPT = {"num_layers": 4, "width": 128, "num_heads": 4, "vocab_size": 500, "context": 64}
 
 
-class Tokens(Dataset):
-    def __init__(self, vocab_size, length):
-        self.vocab_size, self.length = vocab_size, length
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        row = torch.randint(0, self.vocab_size, (self.length + 1,), generator=torch.Generator().manual_seed(index))
-        return row[:-1], row[1:]
-
-
 LORA = sw.Lora(targets=("qkv", "out", "up", "down"), rank=4)
 
 
@@ -46,7 +34,7 @@ def decoder_job(name="gpt2", batch_size=8, lora=None, **shape):
     shape = {**GPT, **shape}
     return sw.Job(
         model=lambda: sw.models.decoder(name, **shape),
-        data=lambda split: Tokens(shape["vocab_size"], shape["context"]),
+        data=lambda split: Tokens(64, shape["context"], shape["vocab_size"]),
         loss=sw.losses.token_cross_entropy,
         optimizer=sw.adamw(lr=1e-3),
         batch_size=batch_size,

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from training.sentences import Sentences, sentences_job
 
 import shardwise as sw
+from jobs import SENTENCES, sentences_job
 from refusals import refuses
 from shardwise.errors import JobError
 from shardwise.layout import Layout
@@ -24,7 +24,7 @@ def evaluated(world):
     job = sentences_job("llama-tiny", metrics={"right": RIGHT}, steps=1)
     plan = sw.Plan.preset("cp", world.size, batch_size=8)
     step = build_step(job, plan, world)
-    return evaluate(job, plan, world, step=step, dataset=Sentences())
+    return evaluate(job, plan, world, step=step, dataset=SENTENCES)
 
 
 def test_evaluation_on_slices_is_evaluation_of_whole_sequences():

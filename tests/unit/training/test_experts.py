@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
-from training.sentences import sentences_job
 from training.test_strategies import FP64, check_equal, trained
 
 import shardwise as sw
+from jobs import Points, points_job
 from refusals import refuses
 from shardwise.checkpoint import read_manifest
 from shardwise.plans import Precision
@@ -173,14 +173,6 @@ class Inside(nn.Module):
         return self.head(hidden)
 
 
-class Points(torch.utils.data.Dataset):
-    def __len__(self):
-        return 44
-
-    def __getitem__(self, index):
-        return torch.randn(4, generator=torch.Generator().manual_seed(index)), index % 3
-
-
 def route(x):
     return (x[:, 0] * 100).abs().long()
 
@@ -189,10 +181,9 @@ def wide():
     return nn.Sequential(nn.Linear(6, 64), nn.Linear(64, 6))
 
 
-def points_job(model, **changes):
+def experts_job(model, **changes):
     """Seven steps of 8, of which the sixth is short."""
-    fields = {"data": lambda split: Points() if split == "train" else None, "loss": sw.losses.cross_entropy, "steps": 7}
-    return sentences_job(model=model, **{**fields, **changes})
+    return points_job(model, Points(44, 4), **{"steps": 7, **changes})
 
 
 PLANS = [
@@ -221,7 +212,7 @@ PLANS = [
     ids=["ddp", "in-units", "as-units", "odd", "in-stages"],
 )
 def test_ranks_that_use_different_parameters_equal_one_process(model, plan):
-    check_equal(points_job(model), *plan)
+    check_equal(experts_job(model), *plan)
 
 
 @pytest.mark.prove
@@ -230,7 +221,7 @@ def test_ranks_that_use_different_parameters_equal_one_process(model, plan):
 def test_every_plan_with_different_parameters_by_rank_equals_one_process(model, plan):
     stages = 4 if "pipeline.schedule" in plan[2] else 2
     if "pp" not in plan[1] or len(getattr(model(), "blocks", ())) >= stages:
-        check_equal(points_job(model), *plan)
+        check_equal(experts_job(model), *plan)
 
 
 def check_like_ddp(job, nproc, name, overrides):
@@ -247,14 +238,14 @@ DROPPING = {"first": lambda: Dropped(0), "later": lambda: Dropped(3), "on-data":
 @pytest.mark.representative("on-data")
 @pytest.mark.parametrize("model", DROPPING.values(), ids=DROPPING)
 def test_blocks_that_only_some_ranks_run_train_as_under_ddp(model):
-    check_like_ddp(points_job(model), 2, "zero3", {})
+    check_like_ddp(experts_job(model), 2, "zero3", {})
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("plan", [plan for plan in PLANS[3:] if "accumulation" not in plan[2]], ids=str)
 @pytest.mark.parametrize("model", DROPPING.values(), ids=DROPPING)
 def test_every_plan_trains_blocks_of_some_ranks_as_ddp_does(model, plan):
-    check_like_ddp(points_job(model), *plan)
+    check_like_ddp(experts_job(model), *plan)
 
 
 def test_blocks_in_another_order_than_at_first_are_refused_by_name():
@@ -267,13 +258,13 @@ def test_blocks_in_another_order_than_at_first_are_refused_by_name():
             return self.head(hidden)
 
     with refuses("support.fsdp-block-order", "blocks.1"):
-        run_ranks(trained, 2, points_job(Turned), "zero3", {})
+        run_ranks(trained, 2, experts_job(Turned), "zero3", {})
 
 
 def test_lower_precision_sums_gradients_of_one_dtype():
     def body(world, overrides):
         # FSDP2 casts what enters the model, and with it the routes: both runs are in bf16.
-        return trained(world, points_job(Deep), "zero3", overrides, Precision(compute="bf16"))[0]
+        return trained(world, experts_job(Deep), "zero3", overrides, Precision(compute="bf16"))[0]
 
     losses, accumulated = (run_ranks(body, 2, overrides)[0] for overrides in ({}, {"accumulation": "2"}))
     torch.testing.assert_close(accumulated, losses, rtol=0.02, atol=0)
@@ -281,7 +272,7 @@ def test_lower_precision_sums_gradients_of_one_dtype():
 
 def test_ddp_names_parameters_that_a_later_step_does_not_use():
     with refuses("train.unused-parameters", "find_unused_parameters=true"):
-        run_ranks(trained, 2, points_job(Late), "ddp", {})
+        run_ranks(trained, 2, experts_job(Late), "ddp", {})
 
 
 class Late(nn.Module):
@@ -309,7 +300,7 @@ def test_parameters_used_outside_of_their_unit_are_named(changes, values):
             return self.head(self.blocks[0].norm(self.stem(x)))
 
     with refuses("support.fsdp-use-outside-block", *values):
-        run_ranks(trained, 2, points_job(Outside, **changes), "zero3", {})
+        run_ranks(trained, 2, experts_job(Outside, **changes), "zero3", {})
 
 
 def test_a_loop_of_ones_own_has_no_gradient_where_no_rank_used_a_parameter():
@@ -351,7 +342,7 @@ def test_scalars_are_refused_where_their_gradients_would_not_be_summed():
 @pytest.mark.parametrize("name", ["fsdp", "zero1"])
 def test_states_of_scalars_are_resumed(name, tmp_path):
     def body(world, **options):
-        job, losses = points_job(Odd, steps=4), {}
+        job, losses = experts_job(Odd, steps=4), {}
         plan = dataclasses.replace(sw.Plan.preset(name, world.size, batch_size=8), precision=FP64)
         events = EventLog(None, lambda event: losses.update(enumerate(event.get("losses", []), event.get("first", 0))))
         save = SaveSpec(every=2, **options)

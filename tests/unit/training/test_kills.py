@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.plans import Plan, Precision
+from jobs import FP64
+from shardwise.plans import Plan
 from shardwise.runs import EventLog
 from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
 from shardwise.training.loop import run_loop
 from shardwise.training.spec import SaveSpec
 
-FP64 = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp64")
 ROWS, BATCH = 46, 8
 STEPS_PER_EPOCH = -(-ROWS // BATCH)
 

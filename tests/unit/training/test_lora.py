@@ -6,9 +6,9 @@ import importlib
 import pytest
 import torch
 from safetensors.torch import load_file
-from training.sentences import sentences_job
 
 import shardwise as sw
+from jobs import sentences_job
 from refusals import refuses
 from shardwise.checkpoint.convert.convert import convert, open_contents
 from shardwise.cli.main import main
@@ -181,7 +181,6 @@ def test_deepspeed_is_refused():
 
 JOB = """
 import shardwise as sw
-from training.sentences import sentences_job
 
 job = sentences_job(lora=sw.Lora(targets=("qvk",)))
 """

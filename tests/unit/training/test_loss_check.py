@@ -10,24 +10,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
 import shardwise as sw
+from jobs import FP64, Points, train_split
 from refusals import refuses
-from shardwise.plans import Precision
 from shardwise.testing import run_ranks
 from shardwise.training.evaluate import evaluate
-
-FP64 = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp64")
-
-
-class Points(torch.utils.data.Dataset):
-    def __init__(self, length=8):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index)
-        return torch.randn(6, generator=generator, dtype=torch.float64), torch.tensor(index % 4)
 
 
 class Block(nn.Module):
@@ -57,10 +43,14 @@ class Net(nn.Module):
         return logits if self.table is None else {"table": normalize(self.table.weight, dim=-1), "logits": logits}
 
 
+def points(length):
+    return Points(length, 6, classes=4, dtype=torch.float64)
+
+
 def make_job(loss, length=8, **changes):
     fields = {
         "model": Net,
-        "data": lambda split: Points(length) if split == "train" else None,
+        "data": train_split(points(length)),
         "loss": loss,
         "optimizer": sw.sgd(lr=0.1),
         "batch_size": 8,
@@ -182,7 +172,7 @@ def test_a_weighted_mean_is_that_of_pytorch_over_the_global_batch(name):
     job = make_job(sw.losses.weighted_cross_entropy(weights))
     torch.manual_seed(job.seed)
     model = Net().double()
-    inputs, targets = (torch.stack(each) for each in zip(*(Points()[index] for index in range(8)), strict=True))
+    inputs, targets = (torch.stack(each) for each in zip(*(points(8)[index] for index in range(8)), strict=True))
     wanted = cross_entropy(model(inputs), targets, weight=weights)
     for losses, remarks, _ in run_ranks(train, 1 if name == "one" else 2, job, name, 2):
         assert losses == pytest.approx([wanted.item()], rel=1e-9)
@@ -228,13 +218,13 @@ def test_evaluation_counts_samples_whatever_the_length_of_the_first_tensor():
         return logits.new_zeros(len(batch["target"]), 4).index_add(0, batch["graph"], logits) / 5
 
     loss = sw.Loss(sum=lambda output, batch: cross_entropy(output, batch["target"], reduction="sum"), by_row=False)
-    job = make_job(loss, collate=collate, forward=forward, data=lambda _: Points(7))
+    job = make_job(loss, collate=collate, forward=forward, data=lambda _: points(7))
 
     def body(world):
         plan = dataclasses.replace(sw.Plan.preset("ddp", world.size, batch_size=8), precision=FP64)
         step = sw.build_step(job, plan, world)
-        found = evaluate(job, plan, world, step=step, dataset=Points(7))["loss"]
-        batch = collate([Points()[index] for index in range(7)])
+        found = evaluate(job, plan, world, step=step, dataset=points(7))["loss"]
+        batch = collate([points(8)[index] for index in range(7)])
         wanted = loss.sum(forward(step.model.module if world.size > 1 else step.model, batch), batch) / 7
         return found, wanted.item()
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 import shardwise as sw
+from jobs import Points, Tokens, small_resnet, train_split
 from shardwise.plans import Plan, Precision
 from shardwise.runs import EventLog
 from shardwise.runs.recorder import Timeline
@@ -16,33 +16,7 @@ from shardwise.training.loop import run_loop
 
 BATCH = 120  # divides by 1 to 4 ranks x 1, 2 and 5 micro-batches
 LENGTH = 257  # a prime: the last step of each epoch has 17 samples, fewer than the 20 cells of 4 ranks x 5
-
-
-class RandomTokens(Dataset):
-    """Sequences whose tails are ignored, so that ranks count different numbers of tokens."""
-
-    def __len__(self):
-        return LENGTH
-
-    def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index)
-        tokens = torch.randint(0, 32, (9,), generator=generator)
-        target = tokens[1:].clone()
-        target[1 + index % 8 :] = -100
-        return tokens[:-1], target
-
-
-class RandomImages(Dataset):
-    def __len__(self):
-        return LENGTH
-
-    def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index)
-        return torch.randn(1, 8, 8, generator=generator), torch.tensor(index % 10)
-
-
-def train_only(dataset):
-    return lambda split: dataset() if split == "train" else None
+IMAGES = Points(LENGTH, 1, 8, 8, classes=10)
 
 
 def decoder_job(**changes):
@@ -50,7 +24,7 @@ def decoder_job(**changes):
         model=lambda: sw.models.decoder(
             "llama-tiny", vocab_size=32, width=16, num_layers=2, num_heads=4, num_kv_heads=2, context=8
         ),
-        data=train_only(RandomTokens),
+        data=train_split(Tokens(LENGTH, 8, 32, ignored=lambda index: slice(1 + index % 8, None))),
         loss=sw.losses.token_cross_entropy,
         clip_norm=0.5,
         **changes,
@@ -58,17 +32,7 @@ def decoder_job(**changes):
 
 
 def resnet_job(norm, **changes):
-    return make_job(
-        model=lambda: small_resnet(norm), data=train_only(RandomImages), loss=sw.losses.cross_entropy, **changes
-    )
-
-
-def small_resnet(norm):
-    """The real class with its first two stages: enough for every kind of layer."""
-    model = sw.models.resnet18(num_classes=10, in_channels=1, norm=norm, stem="small")
-    model.stages = torch.nn.Sequential(*list(model.stages.children())[:1])
-    model.head = torch.nn.Linear(64, 10)
-    return model
+    return make_job(model=lambda: small_resnet(norm), data=train_split(IMAGES), loss=sw.losses.cross_entropy, **changes)
 
 
 def make_job(**fields):

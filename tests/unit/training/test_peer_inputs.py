@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 import torch
-from training.sentences import sentences_job
 from training.test_strategies import check_equal, trained
 
 import shardwise as sw
+from jobs import sentences_job
 from refusals import refuses
 from shardwise.errors import JobError
 from shardwise.testing import run_ranks

@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from training.sentences import sentences_job
 
 import shardwise as sw
+from jobs import points_job, sentences_job
 from refusals import refuses
 from shardwise.errors import TrainingError
 from shardwise.parallel.gradsync import local
@@ -81,22 +81,11 @@ class Statistics(torch.nn.Module):
         return self.head(self.norm(self.stem(x)))
 
 
-class Points(torch.utils.data.Dataset):
-    def __len__(self):
-        return 24
-
-    def __getitem__(self, index):
-        return torch.randn(6, generator=torch.Generator().manual_seed(index)), index % 3
-
-
-def points_job(model=Statistics, **changes):
-    data = lambda split: Points() if split == "train" else None  # noqa: E731
-    return sentences_job(model=model, data=data, loss=sw.losses.cross_entropy, **changes)
-
-
 @pytest.mark.parametrize("statistics", ["sync", "local"])
 def test_batch_statistics_are_left_in_peace(statistics):
-    for texts, _ in run_ranks(verdicts, 2, lambda _: points_job(), "ddp", overrides={"batch_norm": statistics}):
+    for texts, _ in run_ranks(
+        verdicts, 2, lambda _: points_job(Statistics), "ddp", overrides={"batch_norm": statistics}
+    ):
         assert texts == []
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from training.sentences import Sentences, sentences_job
 
 import shardwise as sw
+from jobs import FP64, SENTENCES, sentences_job
 from refusals import refuses
 from shardwise.checkpoint import CheckpointError, DamagedError, read_manifest
 from shardwise.planner.settle import LocalDevice, settle
@@ -24,7 +24,6 @@ from shardwise.training.loop import run_loop
 from shardwise.training.saving import StoppedError
 from shardwise.training.spec import SaveSpec
 
-FP64 = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp64")
 SAVED, STEPS = 3, 6
 ROOT = Path(__file__).resolve().parents[3]
 LAYOUTS = {
@@ -272,7 +271,7 @@ def test_the_best_by_a_metric_is_saved_when_it_is_measured_and_stays(tmp_path):
     def job():
         best = sw.Metric(sum=lambda output, batch: torch.tensor(next(accuracies)), count=lambda batch: 1)
         return make_job(
-            data=lambda split: torch.utils.data.Subset(Sentences(), range(8 if split == "train" else 1)),
+            data=lambda split: torch.utils.data.Subset(SENTENCES, range(8 if split == "train" else 1)),
             steps=None,
             epochs=4,
             metrics={"luck": best},

@@ -3,10 +3,9 @@
 import pytest
 import torch
 from torch import nn
-from training.sentences import sentences_job
 from training.test_strategies import check_equal, trained
 
-import shardwise as sw
+from jobs import Points, points_job
 from shardwise.errors import JobError
 from shardwise.testing import run_ranks
 
@@ -128,17 +127,8 @@ class OnRoot(Net):
         return 0.0
 
 
-class Points(torch.utils.data.Dataset):
-    def __len__(self):
-        return 16
-
-    def __getitem__(self, index):
-        return torch.randn(4, generator=torch.Generator().manual_seed(index)), index % 3
-
-
-def points_job(model, **changes):
-    fields = {"data": lambda split: Points() if split == "train" else None, "loss": sw.losses.cross_entropy, "steps": 2}
-    return sentences_job(model=model, **{**fields, **changes})
+def stages_job(model, **changes):
+    return points_job(model, Points(16, 4), **{"steps": 2, **changes})
 
 
 @pytest.mark.parametrize(
@@ -154,7 +144,7 @@ def points_job(model, **changes):
 )
 def test_values_that_another_stage_reads_are_refused_by_name(model, where, changes):
     with pytest.raises(JobError, match=rf"set {where} in forward and another stage reads it") as caught:
-        run_ranks(trained, 2, points_job(model, **changes), "pp", PP)
+        run_ranks(trained, 2, stages_job(model, **changes), "pp", PP)
     assert caught.value.code == "support.stage-side-value"
 
 
@@ -195,9 +185,9 @@ def in_a_row():
 
 
 def test_model_that_is_a_sequential_is_split_along_its_own_layers():
-    check_equal(points_job(in_a_row, layers=""), 2, "pp", PP)
+    check_equal(stages_job(in_a_row, layers=""), 2, "pp", PP)
 
 
 @pytest.mark.parametrize("model", [Harmless, Sent])
 def test_values_that_are_sent_or_not_read_by_another_stage_equal_one_process(model):
-    check_equal(points_job(model), 2, "pp", PP)
+    check_equal(stages_job(model), 2, "pp", PP)

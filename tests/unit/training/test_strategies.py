@@ -4,16 +4,14 @@ import dataclasses
 
 import pytest
 import torch
-from training.sentences import Sentences, sentences_job
 
 import shardwise as sw
+from jobs import FP64, SENTENCES, Points, points_job, sentences_job, small_resnet
 from refusals import refuses
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Precision
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step
-
-FP64 = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp64")
 
 
 def trained(world, job, name, overrides, precision=FP64):
@@ -89,26 +87,7 @@ def test_sharded_plan_equals_one_process(nproc, name, overrides):
 
 
 def test_batch_statistics_move_once_when_a_block_is_recomputed():
-    class Images(torch.utils.data.Dataset):
-        def __len__(self):
-            return 11
-
-        def __getitem__(self, index):
-            return torch.randn(1, 8, 8, generator=torch.Generator().manual_seed(index)), index % 10
-
-    def model():
-        net = sw.models.resnet18(num_classes=10, in_channels=1, stem="small")
-        net.stages = torch.nn.Sequential(*list(net.stages.children())[:1])
-        net.head = torch.nn.Linear(64, 10)
-        return net
-
-    job = sentences_job(
-        model=model,
-        data=lambda split: Images() if split == "train" else None,
-        loss=sw.losses.cross_entropy,
-        steps=3,
-        batch_size=4,
-    )
+    job = points_job(small_resnet, Points(11, 1, 8, 8, classes=10), steps=3, batch_size=4)
     check_equal(job, 2, "zero3", {"recompute": "full"})
 
 
@@ -135,16 +114,7 @@ def test_buffers_behind_the_layers_come_from_the_last_stage():
                 x = block(x)
             return self.head(self.norm(x))
 
-    class Points(torch.utils.data.Dataset):
-        def __len__(self):
-            return 24
-
-        def __getitem__(self, index):
-            return torch.randn(6, generator=torch.Generator().manual_seed(index)), index % 3
-
-    job = sentences_job(
-        model=Net, data=lambda split: Points() if split == "train" else None, loss=sw.losses.cross_entropy
-    )
+    job = points_job(Net)
     losses, _, one = run_ranks(trained, 1, job, "ddp", {"accumulation": "2"})[0]
     (found, _, two), _ = run_ranks(trained, 2, job, "pp", {"accumulation": "2"})
     torch.testing.assert_close(two["norm.running_mean"], one["norm.running_mean"], rtol=1e-9, atol=1e-11)
@@ -232,7 +202,7 @@ def test_plans_that_make_no_sense_are_refused(name, overrides, code):
 
 @pytest.mark.parametrize("name", ["tp", "zero3"])
 def test_a_training_whose_first_step_is_short_equals_one_process(name):
-    few = torch.utils.data.Subset(Sentences(), range(5))
+    few = torch.utils.data.Subset(SENTENCES, range(5))
     job = sentences_job(data=lambda split: few if split == "train" else None, steps=2)
     check_equal(job, 2, name, {})
 

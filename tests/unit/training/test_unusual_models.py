@@ -12,15 +12,14 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import shardwise as sw
+from jobs import FP64
 from refusals import refuses
 from shardwise.errors import InputError
 from shardwise.parallel import blueprint
 from shardwise.planner.settle import LocalDevice, settle
-from shardwise.plans import Precision
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step
 
-FP64 = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp64")
 ROWS, STEPS = 12, 4
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines.deepspeed.jobs import needs_deepspeed
-from training.sentences import sentences_job
+from engines.deepspeed.deepspeed_jobs import needs_deepspeed
 
 import shardwise as sw
+from jobs import sentences_job
 from shardwise.engines.available import preload_engine
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Plan

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines.deepspeed.jobs import HalfFrozen, digits_job, needs_deepspeed
-from training.sentences import sentences_job
+from engines.deepspeed.deepspeed_jobs import HalfFrozen, digits_job, needs_deepspeed
 
 import shardwise as sw
+from jobs import sentences_job
 from shardwise.engines.available import preload_engine
 from shardwise.parity.verify import verify
 from shardwise.planner.settle import LocalDevice, settle
@@ -22,7 +22,7 @@ from shardwise.training.spec import SaveSpec
 
 pytestmark = needs_deepspeed
 
-JOBS = Path(__file__).parent / "jobs.py"
+JOBS = Path(__file__).parent / "deepspeed_jobs.py"
 STEPS, SAVED = 5, 2
 KINDS = {
     "one": (1, "ddp", "torch"),

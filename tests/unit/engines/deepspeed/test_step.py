@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines.deepspeed.jobs import HalfFrozen, Poisoned, Unused, digits_job, needs_deepspeed
-from training.sentences import sentences_job
+from engines.deepspeed.deepspeed_jobs import HalfFrozen, Poisoned, Unused, digits_job, needs_deepspeed
 
 import shardwise as sw
+from jobs import sentences_job
 from refusals import refuses
 from shardwise.engines.available import preload_engine
 from shardwise.parity.verify import verify
@@ -22,7 +22,7 @@ from shardwise.training.loop import run_loop
 
 pytestmark = needs_deepspeed
 
-JOBS = Path(__file__).parent / "jobs.py"
+JOBS = Path(__file__).parent / "deepspeed_jobs.py"
 STAGES = ["ddp", "zero1", "zero2", "zero3"]
 OFFLOADED = [
     "zero1+offload.optimizer=cpu",

@@ -5,15 +5,15 @@ import importlib.metadata
 from pathlib import Path
 
 import pytest
-from engines.deepspeed.jobs import needs_deepspeed
+from engines.deepspeed.deepspeed_jobs import needs_deepspeed
 
+from jobs import FP64
 from refusals import assert_refused, refuses
 from shardwise.cli.main import main
 from shardwise.engines.deepspeed import library
 from shardwise.parallel.support import require_supported
 from shardwise.plans import Communication, Offload, Plan, Precision
 
-FP64 = Precision(parameter="fp64", compute="fp64", reduce="fp64", optimizer="fp64")
 NVME = Offload(optimizer="nvme", folder="/mnt")
 
 REFUSED = {

@@ -5,20 +5,13 @@ import importlib.util
 import pytest
 import torch
 from torch.utils.data import Subset
-from training.sentences import sentences_job
 
 import shardwise as sw
+from jobs import sentences_job, small_resnet
 
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="pip install 'shardwise[deepspeed]'"
 )
-
-
-def small_resnet(norm):
-    net = sw.models.resnet18(num_classes=10, in_channels=1, stem="small", norm=norm)
-    net.stages = net.stages[:1]
-    net.head = torch.nn.Linear(64, 10)
-    return net
 
 
 def resnet_job(norm="group", **changes):
