@@ -1,4 +1,4 @@
-"""`shardwise doctor`: what is wrong with this machine; parts for its variables, the network and runs."""
+"""`shardwise doctor`: checks of this machine, its variables, the network and runs, and fault injection."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ import click
 import msgspec
 
 from shardwise.cli.main import LazyGroup
-from shardwise.cli.options import present
+from shardwise.cli.options import present, takes
+from shardwise.doctor.env import EnvSpec, doctor_env, preset_lines
+from shardwise.doctor.machine.observe import doctor
+from shardwise.doctor.network.net import NetSpec, doctor_net
+from shardwise.doctor.run.explain import RunSpec, doctor_run
+from shardwise.errors import InputError
 from shardwise.runs.console import say
 
 PARTS = {
@@ -19,16 +24,54 @@ PARTS = {
 }
 
 
-@click.command("doctor", cls=LazyGroup, parts=PARTS, prefix="doctor_", invoke_without_command=True)
+class _Parts(LazyGroup):
+    """Commands of this file, and `drill`, which is imported when it is used."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command of this file, or import it."""
+        return self.commands.get(cmd_name) or super().get_command(ctx, cmd_name)
+
+
+@click.group("doctor", cls=_Parts, parts=PARTS, prefix="doctor_", invoke_without_command=True)
 @click.option("--json", "as_json", is_flag=True, help="Print facts and verdicts as JSON.")
 @click.pass_context
 def command(context: click.Context, *, as_json: bool) -> int:
     """Check this machine: GPUs, torch, NCCL, interfaces, memory, limits, cores, disk, clock."""
-    if context.invoked_subcommand is not None:
-        return 0
-    from shardwise.doctor.machine.observe import doctor
+    return 0 if context.invoked_subcommand is not None else present(doctor(), as_json=as_json)
 
-    return present(doctor(), as_json=as_json)
+
+@command.command("env")
+@takes(EnvSpec)
+@click.option("--export", "as_shell", is_flag=True, help="Print the preset as shell lines, and check nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print verdicts as JSON.")
+def env(spec: EnvSpec, *, as_shell: bool, as_json: bool) -> int:
+    """Explain NCCL, gloo, OpenMP, CUDA and torch variables: what each does, what contradicts, what is ignored."""
+    if not as_shell:
+        return present(doctor_env(spec), as_json=as_json)
+    if spec.preset is None:
+        raise InputError(
+            "--export prints a preset, and none is named",
+            code="cli.options-incomplete",
+            fix="add --preset gcp, or another",
+        )
+    say(preset_lines(spec.preset))
+    return 0
+
+
+@command.command("net")
+@takes(NetSpec)
+@click.option("--json", "as_json", is_flag=True, help="Write what was found as JSON to standard output.")
+def net(spec: NetSpec, *, as_json: bool) -> int:
+    """Check logins, versions, names, clocks, storage, ports and links of all hosts; end with the launch line."""
+    return present(doctor_net(spec), as_json=as_json)
+
+
+@command.command("run", no_args_is_help=True)
+@takes(RunSpec)
+@click.option("--json", "as_json", is_flag=True, help="Print the story and the verdicts as JSON.")
+def run(spec: RunSpec, *, as_json: bool) -> int:
+    """Say what happened in the run directory RUN, why, what was lost, and what to type next."""
+    return present(doctor_run(spec), as_json=as_json)
 
 
 def say_json(value: Any) -> None:

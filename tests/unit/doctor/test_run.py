@@ -340,7 +340,7 @@ def test_a_real_run_of_a_plain_script_is_explained(tmp_path):
     assert subprocess.run(launch, capture_output=True, check=False, cwd=tmp_path, timeout=120).returncode == 1
     done = doctor("failed", cwd=tmp_path)
     assert done.returncode == 3, done.stderr
-    assert done.stdout.startswith("failed: failed (exception)\n")
+    assert done.stdout.startswith("state: failed (exception)\n")
     assert "failed first: ValueError: seven at train.py:7" in done.stdout
 
 
