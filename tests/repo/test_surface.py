@@ -197,6 +197,8 @@ SURFACE = {
     ],
     "doctor": ["--json"],
     "doctor drill": [
+        "JOB",
+        "ARGUMENTS",
         "--drill",
         "--nproc/--nproc-per-node",
         "--plan",
@@ -208,8 +210,6 @@ SURFACE = {
         "--run-dir",
         "--script",
         "--json",
-        "SCRIPT",
-        "ARGUMENTS",
     ],
     "doctor env": ["--preset", "--nproc", "--run", "--export", "--json"],
     "doctor net": ["--hosts", "--folder", "--port", "--json"],

@@ -7,8 +7,10 @@ from typing import Any
 import click
 import msgspec
 
-from shardwise.cli.main import LazyGroup
-from shardwise.cli.options import present, takes
+from shardwise.cli.main import LazyGroup, refuse_started_ranks
+from shardwise.cli.options import WITH_UNDERSCORES, present, takes
+from shardwise.doctor.drill.drill import doctor_drill
+from shardwise.doctor.drill.target import DrillSpec
 from shardwise.doctor.env import EnvSpec, doctor_env, preset_lines
 from shardwise.doctor.machine.observe import doctor
 from shardwise.doctor.network.net import NetSpec, doctor_net
@@ -25,19 +27,33 @@ PARTS = {
 
 
 class _Parts(LazyGroup):
-    """Commands of this file, and `drill`, which is imported when it is used."""
+    """The commands of this file, in the order of PARTS."""
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command of this file, or import it."""
-        return self.commands.get(cmd_name) or super().get_command(ctx, cmd_name)
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
+        """Return a command of this file."""
+        return self.commands.get(cmd_name)
 
 
-@click.group("doctor", cls=_Parts, parts=PARTS, prefix="doctor_", invoke_without_command=True)
+@click.group("doctor", cls=_Parts, parts=PARTS, invoke_without_command=True)
 @click.option("--json", "as_json", is_flag=True, help="Print facts and verdicts as JSON.")
 @click.pass_context
 def command(context: click.Context, *, as_json: bool) -> int:
     """Check this machine: GPUs, torch, NCCL, interfaces, memory, limits, cores, disk, clock."""
     return 0 if context.invoked_subcommand is not None else present(doctor(), as_json=as_json)
+
+
+@command.command(
+    "drill",
+    # Options stand before the script; the rest is the script's.
+    context_settings={**WITH_UNDERSCORES, "allow_interspersed_args": False},
+    no_args_is_help=True,
+)
+@takes(DrillSpec)
+@click.option("--json", "as_json", is_flag=True, help="Write the results as JSON to standard output.")
+def drill(spec: DrillSpec, *, as_json: bool) -> int:
+    """Inject faults into ranks, links, checkpoints and disk of your own job; check that it is named and recovers."""
+    refuse_started_ranks("drills start their own ranks")
+    return present(doctor_drill(spec), as_json=as_json)
 
 
 @command.command("env")

@@ -11,7 +11,7 @@ import msgspec
 from shardwise.doctor.catalogue import find_preset, read_catalogue
 from shardwise.doctor.env_rules import EnvironmentFacts, lint
 from shardwise.doctor.machine.observe import observe_gpus, observe_interfaces, observe_rdma
-from shardwise.doctor.run.nccl_log import effects, read_nccl_log
+from shardwise.doctor.run.nccl_log import run_effects
 from shardwise.doctor.verdicts import Verdict, VerdictReport, verdict_lines
 from shardwise.environment import variables
 from shardwise.errors import InputError
@@ -55,14 +55,6 @@ def preset_lines(name: str) -> str:
     lines += [f"# {note}" for note in preset.notes]
     lines += [f"{line:<{width}}  # {meaning}" for line, meaning in exports.items()]
     return "\n".join([*lines, f"# set for each rank by shardwise launch: {' '.join(preset.per_rank)}"])
-
-
-def run_effects(asked: dict[str, str], run: RunDirectory) -> list[Verdict]:
-    """Return whether each NCCL variable took effect, from what NCCL wrote in a run directory."""
-    lines: list[str] = []
-    for path in run.nccl_logs():
-        lines += path.read_text(errors="replace").splitlines()
-    return effects(asked, read_nccl_log(lines))
 
 
 def _lint(preset: str | None, nproc: int) -> list[Verdict]:

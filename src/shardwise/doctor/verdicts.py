@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from shardwise.runs.console import CHECK_FAILED, DONE
+from shardwise.runs.console import CHECK_FAILED
 from shardwise.spec import Report
 
 if TYPE_CHECKING:
@@ -47,10 +47,10 @@ class VerdictReport(Report, frozen=True, kw_only=True):
 
     verdicts: tuple[Verdict, ...]
 
-    @property
-    def exit_code(self) -> int:  # type: ignore[override]
-        """Return 3 when a check failed, else 0."""
-        return CHECK_FAILED if any(verdict.state == "fail" for verdict in self.verdicts) else DONE
+    def __post_init__(self) -> None:
+        """Derive the exit code from the verdicts."""
+        if any(verdict.state == "fail" for verdict in self.verdicts):
+            msgspec.structs.force_setattr(self, "exit_code", CHECK_FAILED)
 
     def to_text(self) -> str:
         """Return each verdict on a line, its fix below, and the number of each state."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.doctor.catalogue import find_preset
 from shardwise.doctor.env_rules import CERTAIN, EnvironmentFacts
-from shardwise.doctor.run.nccl_log import effects, read_nccl_log
+from shardwise.doctor.run.nccl_log import run_effects
 from shardwise.environment import variables
 from shardwise.errors import LaunchError
 from shardwise.hardware import usable_cores
@@ -16,7 +16,6 @@ from shardwise.runs.console import complain
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from shardwise.doctor.catalogue import Verdict
     from shardwise.runs import RunDirectory
 
 
@@ -67,9 +66,3 @@ def report_effects(name: str | None, added: Mapping[str, str], run: RunDirectory
         complain(f"shardwise: preset {name}: NCCL read {len(verdicts) - len(idle)} of {len(verdicts)}")
     for verdict in idle:
         complain(f"shardwise: preset {name}: {verdict.name}: {verdict.fact}: {verdict.fix}")
-
-
-def run_effects(asked: Mapping[str, str], run: RunDirectory) -> list[Verdict]:
-    """Return whether each NCCL variable took effect, from what NCCL wrote in a run directory."""
-    lines = (line for path in run.nccl_logs() for line in path.read_text(errors="replace").splitlines())
-    return effects(asked, read_nccl_log(lines))

@@ -3,7 +3,7 @@
 import pytest
 
 from refusals import refuses
-from shardwise.cli.doctor_drill import command
+from shardwise.cli.doctor import drill as command
 
 
 @pytest.mark.parametrize(

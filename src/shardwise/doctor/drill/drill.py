@@ -5,38 +5,41 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shutil
 import signal
+import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.doctor.drill.faults import Fault, read_mark
-from shardwise.doctor.drill.judge import DrillEvidence, find_sign, judge, read_losses
+from shardwise.doctor.drill.judge import DrillEvidence, DrillReport, find_sign, judge, read_losses
 from shardwise.doctor.drill.rank import drill_target
+from shardwise.doctor.drill.target import DrillSpec, make_target
 from shardwise.doctor.guard.guard import Guard
 from shardwise.doctor.run.facts import read_run
-from shardwise.errors import RankFailedError
+from shardwise.errors import InputError, RankFailedError
 from shardwise.launcher.explain import explain_outcome, verdict
 from shardwise.launcher.local.attempts import Launched, launch, node_environment, starter_for
 from shardwise.launcher.local.target import Program
 from shardwise.launcher.policy import Finish
 from shardwise.launcher.spec import HangSpec
 from shardwise.runs import create_run
+from shardwise.runs.console import CHECK_FAILED, DONE, complain
+from shardwise.spec import spec_function
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from shardwise.doctor.drill.faults import Kind
     from shardwise.doctor.drill.judge import DrillResult
+    from shardwise.doctor.drill.target import DrillTarget
     from shardwise.doctor.run.facts import RunFacts
     from shardwise.launcher.local.attempts import LocalLaunch
     from shardwise.launcher.local.starters import Starter
     from shardwise.launcher.local.supervise import Observer
     from shardwise.runs import RunDirectory
 
-SAVES = 5
-"""Checkpoints in a run: two before the fault, one that a full disk spoils, one that tells of it, one after."""
 _SCRIPT_STEP = 4
 _SLOW_S = 10.0
 """Slow ranks are judged over 5 s; twice that, since the first steps are never even."""
@@ -50,20 +53,25 @@ _LEFT_S = 2.0
 """For what a killed rank had started to end."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DrillTarget:
-    """What is drilled: a job of a known length, or a script."""
+@spec_function(DrillSpec)
+def doctor_drill(spec: DrillSpec) -> DrillReport:
+    """Inject faults into ranks, links, checkpoints and disk of your own job; check that it is named and recovers.
 
-    name: str
-    spec: Callable[[RunDirectory], LocalLaunch]
-    """Makes a run directory ready, and returns what is launched in it."""
-    steps: int = 0
-    """Optimizer steps of a job; 0 for a script."""
-
-
-def save_interval(steps: int) -> int:
-    """Return the steps between checkpoints of a job of so many."""
-    return steps // SAVES
+    A temporary folder of runs stays if a drill failed.
+    """
+    kinds, target = spec.kinds(), make_target(spec)
+    folder = spec.run_dir
+    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"--run-dir {folder} is not empty", code="run.directory-not-empty", fix="name another folder")
+    drills: list[DrillResult] = []
+    runs = folder or Path(tempfile.mkdtemp(prefix="shardwise-drill-"))
+    try:
+        drills += run_drills(target, kinds, runs, hang_after_s=spec.hang_after)
+    finally:
+        if folder is None and all(result.passed for result in drills):
+            shutil.rmtree(runs, ignore_errors=True)
+    passed = all(result.passed for result in drills)
+    return DrillReport(drills=tuple(drills), passed=passed, exit_code=DONE if passed else CHECK_FAILED)
 
 
 def run_drills(
@@ -72,22 +80,21 @@ def run_drills(
     folder: Path,
     *,
     hang_after_s: float,
-    tell: Callable[[DrillResult], None] = lambda _: None,
 ) -> list[DrillResult]:
     """Run the subject undisturbed and with each fault, in run directories below `folder`; results in the same order.
 
-    `hang_after_s` is when a rank that others wait for is missed; with 0 nobody looks on. `tell` hears of each result.
-    A subject that fails by itself raises.
+    `hang_after_s` is when a rank that others wait for is reported; with 0 no hang is. A subject that fails by itself
+    raises.
     """
     run = create_run(folder / "undisturbed", subject.name)
-    spec = subject.spec(run)
+    spec = subject.launch(run)
     results = []
     with starter_for(spec, node_environment(spec), lambda _: None) as starter:  # one fork parent for all runs
         ground = _Ground(subject, folder, hang_after_s, starter, spec.nproc)
         ground.run_undisturbed(spec, run)
         for kind in kinds:
             results.append(ground.drill(kind))
-            tell(results[-1])
+            complain(f"{kind}: {results[-1].status}")
     return results
 
 
@@ -125,7 +132,7 @@ class _Ground:
         return judge(kind, evidence, self._losses, run=str(run.path))
 
     def _fault(self, kind: Kind, run: RunDirectory) -> Fault:
-        subject, every = self._subject, save_interval(self._subject.steps)
+        subject, every = self._subject, self._subject.save_interval
         is_slow = kind == "slow"
         step = 2 * every + max(1, every // 2) if subject.steps and not is_slow else _SCRIPT_STEP
         # A job sleeps until its end, and as long as it works; of a script the length is not known.
@@ -142,7 +149,7 @@ class _Ground:
         )
 
     def _launch_guarded(self, fault: Fault, run: RunDirectory) -> Launched:
-        spec = self._subject.spec(run)
+        spec = self._subject.launch(run)
         assert not isinstance(spec.target, Program)  # noqa: S101 - programs are refused before
         spec = dataclasses.replace(spec, target=drill_target(fault, spec.target), max_restarts=1, grace_s=10.0)
         observers: list[Observer] = []

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from shardwise.doctor.verdicts import table_lines
 from shardwise.runs.failure import PEER_LOST
+from shardwise.spec import Report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -81,6 +83,36 @@ class DrillResult(msgspec.Struct, frozen=True, kw_only=True):
     def passed(self) -> bool:
         """Whether detection and recovery work."""
         return not self.problems
+
+    @property
+    def status(self) -> str:
+        """The verdict in a word."""
+        return "passed" if self.passed else "failed"
+
+
+class DrillReport(Report, frozen=True, kw_only=True):
+    """What `shardwise doctor drill` answers."""
+
+    drills: tuple[DrillResult, ...]
+    passed: bool
+
+    def to_text(self) -> str:
+        """Return a table of the drills, and below it what went wrong."""
+        rows = [("drill", "fault", "named", "after", "came back", "after", "")]
+        problems = []
+        for result in self.drills:
+            named, back = result.who or "nobody", result.recovery or "no"
+            times = _in_seconds(result.detected_s), _in_seconds(result.recovered_s)
+            rows.append((result.drill, result.fault, named, times[0], back, times[1], result.status))
+            problems += [f"{result.drill}: {problem}" for problem in result.problems]
+            if result.problems:
+                problems.append(f"{result.drill}: shardwise doctor run {result.run}")
+        passed = sum(result.passed for result in self.drills)
+        return "\n".join([*table_lines(rows), "", *problems, f"{passed} of {len(self.drills)} drills passed"])
+
+
+def _in_seconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.1f} s"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from shardwise.errors import some_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from shardwise.runs import RunDirectory
+
 
 _SAID = re.compile(r"NCCL (?:INFO|WARN) (.*)$")
 _READ = re.compile(r"(NCCL_\w+) set by environment to (.*?)\.?$")
@@ -174,3 +176,11 @@ def _pairs(pairs: Sequence[str]) -> str:
     """Return pairs of ranks in words: few by name, many by number."""
     shown = some_of((pair.replace(" -> ", "->") for pair in pairs), most=_MOST)
     return f"{'pair' if len(pairs) == 1 else 'pairs'} {shown}"
+
+
+def run_effects(asked: Mapping[str, str], run: RunDirectory) -> list[Verdict]:
+    """Return whether each NCCL variable took effect, from what NCCL wrote in a run directory."""
+    lines: list[str] = []
+    for path in run.nccl_logs():
+        lines += path.read_text(errors="replace").splitlines()
+    return effects(asked, read_nccl_log(lines))
