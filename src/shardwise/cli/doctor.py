@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
-import msgspec
 
 from shardwise.cli.main import LazyGroup, refuse_started_ranks
 from shardwise.cli.options import WITH_UNDERSCORES, present, takes
@@ -88,8 +85,3 @@ def net(spec: NetSpec, *, as_json: bool) -> int:
 def run(spec: RunSpec, *, as_json: bool) -> int:
     """Say what happened in the run directory RUN, why, what was lost, and what to type next."""
     return present(doctor_run(spec), as_json=as_json)
-
-
-def say_json(value: Any) -> None:
-    """Show a value as JSON."""
-    say(msgspec.json.format(msgspec.json.encode(value), indent=1).decode())
