@@ -1,7 +1,7 @@
 """Specs and Reports: one frozen value goes into a command, one frozen value comes out.
 
 A Spec holds everything that a command can be asked. Each field has its default in the class and its help in the
-docstring below it, so that the command line (`cli/options.py`), the signature of the Python function (`spec_function`)
+docstring below it, so that the command line (`cli/main.py`), the signature of the Python function (`spec_function`)
 and the JSON that a rank receives all come from the same line. Sections (`nodes`, `hang`, `save` ...) are Specs inside
 a Spec, shared by commands; users write their fields flat: `--save-every 100`, `save_every=100`.
 

@@ -47,7 +47,7 @@ def _train(spec: TrainSpec, run: RunDirectory) -> None:
     from shardwise.dist import world
     from shardwise.job import load_job
     from shardwise.plans.toml import read_plan
-    from shardwise.training.train import train
+    from shardwise.training.loop import train
 
     timeline.mark("import")
     job = load_job(msgspec.json.decode(run.job.read_bytes(), type=JobReference))

@@ -9,7 +9,7 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "style_table.py"
 REACHED = {
     # Figures that are still above their target, at the value they have reached: lower it, never raise it.
-    "files": 404,
+    "files": 402,
     "lines": 72_500,
     "files under 60 lines": 38,
     "modules under 80 lines with one importer": 14,

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from refusals import refuses
-from shardwise.cli.options import takes
+from shardwise.cli.main import takes
 from shardwise.spec import NonNegativeInt, PositiveInt, Spec, argument, option, spec_function
 
 

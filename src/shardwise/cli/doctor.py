@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import click
 
-from shardwise.cli.main import LazyGroup, refuse_started_ranks
-from shardwise.cli.options import WITH_UNDERSCORES, present, takes
+from shardwise.cli.main import WITH_UNDERSCORES, LazyGroup, present, refuse_started_ranks, takes
 from shardwise.doctor.drill.drill import doctor_drill
 from shardwise.doctor.drill.target import DrillSpec
 from shardwise.doctor.env import EnvSpec, doctor_env, preset_lines

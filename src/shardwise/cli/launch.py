@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from shardwise.cli.options import WITH_UNDERSCORES, present, takes
+from shardwise.cli.main import WITH_UNDERSCORES, present, takes
 from shardwise.launcher.spec import LaunchSpec
 
 

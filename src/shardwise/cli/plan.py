@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from shardwise.cli.options import WITH_UNDERSCORES, present, takes
+from shardwise.cli.main import WITH_UNDERSCORES, present, takes
 from shardwise.errors import InputError
 from shardwise.planner.plan import PlanSpec, load_named_job, plan
 from shardwise.plans.toml import plan_to_toml, read_plan

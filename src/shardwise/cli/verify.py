@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.cli.main import refuse_started_ranks
-from shardwise.cli.options import WITH_UNDERSCORES, present, takes
+from shardwise.cli.main import WITH_UNDERSCORES, present, refuse_started_ranks, takes
 from shardwise.errors import InputError
 from shardwise.parity.spec import VerifySpec
 from shardwise.runs.console import complain, counted

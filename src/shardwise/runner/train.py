@@ -4,82 +4,46 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import shlex
-import signal
 import sys
 import time
 from contextlib import nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.environment import MPI_STARTERS, Identity, identify
-from shardwise.errors import JobError, LaunchError, with_code
+from shardwise.errors import InputError, JobError, LaunchError, ShardwiseError
 from shardwise.job import Job, JobReference, load_job
-from shardwise.launcher.explain import explain_outcome
+from shardwise.job.engine import engine_of
 from shardwise.launcher.local.attempts import Launched, LocalLaunch
 from shardwise.launcher.local.attempts import launch as launch_local
 from shardwise.launcher.nodes.node import NodesSpec, join_run, node_facts
 from shardwise.launcher.nodes.rounds import launch_nodes
-from shardwise.launcher.policy import Finish, root_cause
 from shardwise.monitor.sinks import SinkSpec, parse_sink
 from shardwise.parallel.support import uses_ddp
 from shardwise.planner.job_plan import check_model_fits, engine_device, settle_job_plan, split_settings
+from shardwise.planner.settle import MLX, LocalDevice
 from shardwise.plans import Plan
 from shardwise.plans.toml import plan_to_toml
+from shardwise.recorder.imports import be_deterministic
 from shardwise.runner.elsewhere import start_elsewhere
-from shardwise.runner.local import resume_argv, settle_nodes, worker_launch, write_run_inputs
+from shardwise.runner.local import settle_nodes, worker_launch, write_run_inputs
 from shardwise.runner.observers import Follower, following, start_guard
 from shardwise.runner.presets import report_effects, report_preset, settle_preset
+from shardwise.runner.report import TrainReport, conclude, read_result
 from shardwise.runner.slurm import start_by_slurm
 from shardwise.runs import RunDirectory, create_run, share_run
-from shardwise.runs.console import BAD_INPUT, DONE, INTERRUPTED, JOB_FAILED, PREEMPTED, complain
-from shardwise.runs.failure import NOT_SAVED
-from shardwise.spec import Report, signature_of
-from shardwise.training.spec import TrainResult, TrainSpec
+from shardwise.runs.console import complain
+from shardwise.runs.failure import describe_failure, write_failure
+from shardwise.spec import signature_of
+from shardwise.training.spec import TrainSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
     from shardwise.dist import World
 
-
-class TrainReport(Report, frozen=True, kw_only=True):
-    """How a training ended: its result, or why there is none."""
-
-    exit_code: int = DONE
-    run: str = ""
-    """The run directory; empty where nothing ran on this machine."""
-    result: TrainResult | None = None
-    """None for a training that failed, was stopped, or was submitted elsewhere."""
-    failure: str = ""
-    """Why there is no result: the rank, its traceback and the fix; or how to continue."""
-    traceback: str = ""
-    """Of a refusal inside a rank, for --debug."""
-
-    def to_text(self) -> str:
-        """Return the last lines of a training: what came out, how long it took, where to look."""
-        if self.result is None:
-            return ""
-        result, run = self.result, RunDirectory(Path(self.run))
-        lines = []
-        for name, value in result.evaluation.items():
-            shown = f"{value:.2%}" if "accuracy" in name else f"{value:.4f}"
-            lines.append(f"test {name:<10} {shown}")
-        resumed = f", resumed at step {result.first_step}" if result.first_step else ""
-        num_steps = result.steps - result.first_step
-        lines.append(f"training time   {result.training_s:.1f} s for {num_steps} steps{resumed}")
-        lines.append(f"weights         {run.weights}")
-        if run.adapter.is_dir():
-            lines.append(f"adapter         {run.adapter}")
-        lines.append(f"run directory   {run.path}")
-        return "\n".join(lines)
-
-    def note(self) -> str:
-        """Return what standard error gets."""
-        return self.failure
+T = TypeVar("T")
 
 
 def train(
@@ -124,7 +88,7 @@ def _train_here(
     show_progress: bool = True,
     **options: Any,
 ) -> TrainReport:
-    from shardwise.training.train import train as train_in  # imports torch
+    from shardwise.training.loop import train as train_in  # imports torch
 
     asked = TrainSpec.of("", **options)
     result = train_in(job, plan, world, run=run, show_progress=show_progress, save=asked.save, replicas=asked.replicas)
@@ -164,7 +128,8 @@ def train_job(spec: TrainSpec) -> TrainReport:
     nodes = _nodes(spec)
     if _is_rank(me, spec) and (nodes is None or me.source != "slurm"):
         _check_joining(me, spec)
-        return _join(spec, job, reference, plan_overrides)
+        main_run = _train_in_world(spec, job, reference, plan_overrides)
+        return read_result(main_run) if main_run is not None else TrainReport()
     nproc = spec.nproc or 1
     device = engine_device(job, spec.place.device, nproc)
     num_nodes = nodes.most if nodes else 1
@@ -182,7 +147,7 @@ def train_job(spec: TrainSpec) -> TrainReport:
         write_run_inputs(run, reference, plan, started_at=started_at)
         launched = _run(spec, run, sinks, added)
     report_effects(spec.preset, added, run)
-    return _conclude(asked, launched, run, is_first=is_first)
+    return conclude(asked, launched, run, is_first=is_first)
 
 
 def _nodes(spec: TrainSpec) -> NodesSpec | None:
@@ -227,13 +192,6 @@ def _check_joining(me: Identity, spec: TrainSpec) -> None:
             code="cli.option-inside-world",
             fix="leave --nproc out, or start shardwise by itself",
         )
-
-
-def _join(spec: TrainSpec, job: Job, reference: JobReference, plan_overrides: Mapping[str, str]) -> TrainReport:
-    from shardwise.runner.join import train_in_world  # imports torch
-
-    run = train_in_world(spec, job, reference, plan_overrides)
-    return _finished(run) if run is not None else TrainReport()
 
 
 def _run(spec: TrainSpec, run: RunDirectory, sinks: Sequence[SinkSpec], variables: Mapping[str, str]) -> Launched:
@@ -297,34 +255,87 @@ def _run_on_nodes(
             return launched, run, is_first
 
 
-def _finished(run: RunDirectory) -> TrainReport:
-    found = msgspec.json.decode(run.report_json.read_bytes())["result"]
-    found["evaluation"] = {
-        name: float("nan") if value is None else value for name, value in found["evaluation"].items()
-    }
-    return TrainReport(run=str(run.path), result=msgspec.convert(found, TrainResult))
+# A rank of a world that torchrun, srun or mpirun has started.
 
 
-def _conclude(spec: TrainSpec, launched: Launched, run: RunDirectory, *, is_first: bool) -> TrainReport:
-    """Return how it ended; a run that was refused before its first step leaves nothing behind."""
-    outcome, where = launched.outcome, str(run.path)
-    if isinstance(launched.decision, Finish) and launched.decision.exit_code == PREEMPTED:
-        code = INTERRUPTED if outcome.interrupted == signal.SIGINT else PREEMPTED
-        is_saved = not any(one.failure and NOT_SAVED in one.failure.message for one in outcome.exits)
-        state = "stopped and saved" if is_saved else "stopped, its last state not saved"
-        again = shlex.join(resume_argv(spec, run.path))
-        return TrainReport(exit_code=code, run=where, failure=f"shardwise: {state}; continue with: {again}")
-    if outcome.interrupted:
-        # By SIGUSR1 a batch system asks for the node, not for an end: it begins again, if nothing was saved yet.
-        code = PREEMPTED if outcome.interrupted == signal.SIGUSR1 else INTERRUPTED
-        return TrainReport(exit_code=code, run=where, failure=f"shardwise: interrupted; the run is in {where}")
-    cause = root_cause(outcome.exits)
-    if cause is None and isinstance(launched.decision, Finish):
-        return _finished(run) if is_first else TrainReport(run=where)
-    failure = cause.failure if cause is not None else None
-    if failure is not None and failure.exit_code == BAD_INPUT and not run.has_trained:
-        run.remove()  # nothing was trained, so the refusal is the command's own
-        sentence = with_code(failure.message.replace("JOB.py", spec.job), failure.code)
-        return TrainReport(exit_code=BAD_INPUT, failure=f"shardwise: {sentence}", traceback=failure.traceback)
-    why = f"{explain_outcome(outcome, run)}\nshardwise: the run is in {where}"
-    return TrainReport(exit_code=JOB_FAILED, run=where, failure=why)
+def _train_in_world(
+    spec: TrainSpec, job: Job, reference: JobReference, plan_overrides: Mapping[str, str]
+) -> RunDirectory | None:
+    """Train in the world this process was started in; communicates over it, on every rank.
+
+    Returns the run directory on rank 0, None on the others.
+    """
+    if spec.deterministic:
+        be_deterministic(seed=None)  # the job has one
+    # These import torch, which has to find determinism set.
+    from shardwise.dist import world
+    from shardwise.training.loop import train as train_here
+
+    made_for = engine_of(job)
+    if made_for == "mlx" and spec.place.backend == "mpi":
+        from shardwise.engines.mlx.mpi import mpi_group
+
+        mpi_group()  # first: MLX would not join an MPI that the world has started
+    with world(backend=spec.place.backend, device="cpu" if made_for == "mlx" else spec.place.device) as here:
+
+        def prepare() -> tuple[Plan, RunDirectory]:
+            device = _device_of(here) if made_for == "torch" else MLX
+            plan = settle_job_plan(job, spec.plan, world_size=here.size, device=device, overrides=plan_overrides)
+            run = create_run(spec.run_dir, reference.name)
+            write_run_inputs(run, reference, plan)
+            return plan, run
+
+        _compare_jobs(here, reference)
+        plan, run = _from_main(here, prepare)
+        if here.is_main and here.source != "shardwise":
+            complain(f"shardwise: {here.source} has started these ranks, so nothing detects hangs, as launch would")
+        try:
+            # A job that SLURM has requeued finds what it saved before.
+            save = spec.save.replace(resume="auto") if run.checkpoints.exists() else spec.save
+            train_here(job, plan, here, run=run, save=save, replicas=spec.replicas)
+        except Exception as error:
+            if here.is_main and isinstance(error, InputError) and not run.has_trained:
+                run.remove()
+            elif not isinstance(error, InputError):
+                write_failure(run.error(here.rank), describe_failure(error, here.rank))
+            raise
+        return run if here.is_main else None
+
+
+def _from_main(here: World, make: Callable[[], T]) -> T:
+    """Have rank 0 decide for all, also when it fails; communicates over the world."""
+    result: T | ShardwiseError | None = None
+    if here.is_main:
+        try:
+            result = make()
+        except ShardwiseError as error:
+            result = error
+    shared = here.gather(result)[0]
+    if isinstance(shared, ShardwiseError):
+        raise shared
+    decided: T = shared
+    return decided
+
+
+def _compare_jobs(here: World, reference: JobReference) -> None:
+    """Refuse ranks that loaded different job files; communicates over the world."""
+    digests = here.gather(reference.digest)
+    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if different:
+        raise JobError(
+            f"{reference.path} is another file on ranks {different} than on rank 0",
+            code="job.file-differs",
+            fix="copy the same file to all nodes",
+        )
+
+
+def _device_of(here: World) -> LocalDevice:
+    import torch
+
+    if here.device.type != "cuda":
+        return LocalDevice()
+    return LocalDevice(
+        kind="cuda",
+        has_bf16=torch.cuda.get_device_capability(here.device) >= (8, 0),
+        name=torch.cuda.get_device_name(here.device),
+    )

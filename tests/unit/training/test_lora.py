@@ -1,7 +1,6 @@
 """Training adapters: what is held, saved, resumed elsewhere, handed out, and started from."""
 
 import dataclasses
-import importlib
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from shardwise.plans import Precision
 from shardwise.runs import RunDirectory
 from shardwise.testing import run_ranks
 
-train = importlib.import_module("shardwise.training.train")  # its room has a function of that name
 LORA = sw.Lora(rank=3, alpha=6, targets=("qkv", "mlp.down", "head"))
 
 
@@ -77,7 +75,7 @@ def test_a_frozen_model_in_the_compute_dtype_stays_in_it_under_sharding():
 
 def trained(world, folder, name="ddp", options=None, **changes):
     run = RunDirectory(folder)
-    train.train(make_job(**changes), plan_of(name, world), world, run=run, show_progress=False, **(options or {}))
+    sw.train(make_job(**changes), plan_of(name, world), world, run=run, show_progress=False, **(options or {}))
 
 
 @pytest.fixture(scope="module")

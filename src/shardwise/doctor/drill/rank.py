@@ -8,7 +8,7 @@ import msgspec
 
 from shardwise.doctor.drill.faults import Fault, arm
 from shardwise.environment import identify
-from shardwise.launcher.local.target import Module, Script, become, execute
+from shardwise.launcher.local.target import Module, Script, become
 
 
 class DrillOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ def main() -> None:
     """Run the rank that the environment and the order on the command line describe."""
     order = msgspec.json.decode(sys.argv[1], type=DrillOrder)
     arm(order.fault, identify().rank)
-    execute(become(order.target))
+    exec(become(order.target), sys.modules["__main__"].__dict__)  # noqa: S102 - running the script is the job
 
 
 if __name__ == "__main__":

@@ -163,7 +163,7 @@ def _may_fork_here() -> bool:
 
 
 def _from_here(call: Callable[[], Any], nproc: int) -> list[Any]:
-    from shardwise.launcher.local.child import store_work
+    from shardwise.launcher.local.fork_parent import store_work
     from shardwise.launcher.local.orders import STORE, StartStore
 
     with loopback_listener(0) as listener:

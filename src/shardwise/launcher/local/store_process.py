@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 
-from shardwise.launcher.local.child import store_work
+from shardwise.launcher.local.fork_parent import store_work
 from shardwise.launcher.local.orders import StartStore
 
 if __name__ == "__main__":

@@ -134,11 +134,6 @@ def become(target: Script | Module) -> CodeType:
     return _become_script(target) if isinstance(target, Script) else _become_module(target)
 
 
-def execute(code: CodeType) -> None:
-    """Run the code that `become` returned, as `__main__`."""
-    exec(code, sys.modules["__main__"].__dict__)  # noqa: S102 - running the user's script is the job
-
-
 def _become_script(target: Script) -> CodeType:
     path = str(Path(target.path).absolute())  # as Python does; argv keeps what was typed
     main = _fresh_main()
