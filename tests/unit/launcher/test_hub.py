@@ -7,6 +7,7 @@ import time
 import pytest
 
 from refusals import refuses
+from shardwise.launcher.nodes.authentication import PROTOCOL, Challenge, node_stream
 from shardwise.launcher.nodes.hub import start_hub
 from shardwise.launcher.nodes.link import _be_welcomed, join_hub
 from shardwise.launcher.nodes.membership import NodeLimits
@@ -23,7 +24,6 @@ from shardwise.launcher.nodes.messages import (
     Over,
 )
 from shardwise.launcher.nodes.network import listen
-from shardwise.launcher.nodes.wire import PROTOCOL, Challenge, Wire
 from shardwise.launcher.policy import RankExit
 
 FACTS = {"shardwise": "1", "command": "train.py"}
@@ -211,9 +211,9 @@ def test_hub_that_speaks_another_language_is_refused():
         server.settimeout(5)
         client = socket.create_connection(server.getsockname())
         end, _ = server.accept()
-        Wire(end, FromHub).push(Challenge("nonce", PROTOCOL + 1, "9.9"))
+        node_stream(end, FromHub).queue(Challenge("nonce", PROTOCOL + 1, "9.9"))
         with refuses("rendezvous.protocol-mismatch", "'9.9'", "'1'"):
-            _be_welcomed(Wire(client, FromHub), "here", "secret", Hello("b", None, FACTS))
+            _be_welcomed(node_stream(client, FromHub), "here", "secret", Hello("b", None, FACTS))
         client.close()
         end.close()
 

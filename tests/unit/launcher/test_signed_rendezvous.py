@@ -12,9 +12,9 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 
 from shardwise.environment import variables
 from shardwise.launcher.local.orders import Assembly, StartMeeting
+from shardwise.launcher.nodes.authentication import rendezvous_key
 from shardwise.launcher.nodes.meeting import _meet
 from shardwise.launcher.nodes.signed_rendezvous import SignedBackend
-from shardwise.launcher.nodes.wire import rendezvous_key
 
 KEY = rendezvous_key("secret", "run.0")
 

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from shardwise.launcher.local.orders import encode_line
 from shardwise.launcher.local.target import Program
 from shardwise.launcher.ssh import session as ssh_session
 from shardwise.launcher.ssh.run import HostSpec
 from shardwise.launcher.ssh.session import Look, Session, Sessions, Signal
+from shardwise.launcher.transport import encode_line
 
 SILENCE_S = 1.5
 GUARD = f"import sys; from shardwise.launcher.ssh import remote as r; r.SILENCE_S = {SILENCE_S}; sys.exit(r.main())"

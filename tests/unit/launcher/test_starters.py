@@ -10,11 +10,12 @@ import pytest
 from shardwise.environment import variables
 from shardwise.launcher.explain import verdict
 from shardwise.launcher.local.attempts import describe_lost
-from shardwise.launcher.local.orders import Assembly, Channel, StartMeeting
+from shardwise.launcher.local.orders import Assembly, StartMeeting
 from shardwise.launcher.local.processes import RankProcess
 from shardwise.launcher.local.starters import ForkStarter, Output, PlainStarter
 from shardwise.launcher.local.supervise import supervise
 from shardwise.launcher.local.target import Program
+from shardwise.launcher.transport import MessageStream
 
 
 @pytest.mark.timeout(120)
@@ -39,7 +40,7 @@ def test_a_meeting_gets_the_environment_and_no_command_line_shows_it():
     with theirs:
         process = PlainStarter().start_meeting(order, theirs)
     try:
-        assert Channel(ours, Assembly).receive(60) == [Assembly((0,), (3,))]
+        assert MessageStream(ours, Assembly).receive(60) == [Assembly((0,), (3,))]
         assert b"MY_TOKEN=hidden-word" in Path(f"/proc/{process.pid}/environ").read_bytes()
         assert b"MY_TOKEN" not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
     finally:

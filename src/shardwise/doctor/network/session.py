@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shlex
-import subprocess
 import sys
-import threading
 import time
-from collections import deque
-from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from shardwise.doctor.network import probe as net_probe
-from shardwise.launcher.local.processes import die_with_parent
-from shardwise.launcher.ssh.session import NO_PYTHON, STDERR, Session, Sessions, ssh_words
+from shardwise.launcher.ssh.session import NO_PYTHON, STDERR, Session, Sessions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -42,34 +35,14 @@ class ProbeSession(Session):
 
     def __init__(self, host: HostSpec, label: str, *, is_here: bool) -> None:
         """Start a probe on `host`, which is told apart by `label`: over ssh, or directly on this machine."""
-        self.host = host
+        super().__init__(host, is_here=is_here, command=probe_command())
         self.label = label
-        self.is_here = is_here
-        self.process = subprocess.Popen(
-            ["/bin/sh", "-c", probe_command()] if is_here else [*ssh_words(host), probe_command()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # ssh finds no terminal to ask on
-            # A probe of this machine sees the end of its stdin, and has files to remove then.
-            preexec_fn=None if is_here else partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - one thread
-        )
-        self._orders = cast("IO[bytes]", self.process.stdin)
-        self._turn = threading.Lock()
-        self.said: deque[str] = deque(maxlen=20)
-        self._rests = [b"", b""]
-        self.tell(Path(net_probe.__file__).read_text())
+        self.send(Path(net_probe.__file__).read_text())
 
     @property
     def name(self) -> str:
         """Name by which users know the host."""
         return self.label
-
-    def tell(self, message: object) -> None:
-        """Send one line of JSON; a probe that is gone is noticed elsewhere."""
-        with self._turn, contextlib.suppress(OSError, ValueError):
-            self._orders.write(json.dumps(message).encode() + b"\n")
-            self._orders.flush()
 
 
 class Probes(Sessions):
@@ -90,7 +63,7 @@ class Probes(Sessions):
         sent_at = {}
         for name, probe in asked.items():
             sent_at[name] = time.time()
-            probe.tell({**orders[name], "number": self._number})
+            probe.send({**orders[name], "number": self._number})
         replies: dict[str, Order] = {}
         deadline = time.monotonic() + timeout_s
         while set(asked) - set(replies) and time.monotonic() < deadline:

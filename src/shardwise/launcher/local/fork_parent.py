@@ -25,7 +25,6 @@ from shardwise.environment import adopt, identify, num_threads
 from shardwise.launcher.local.orders import (
     MEETING,
     STORE,
-    Channel,
     Ended,
     Order,
     Ready,
@@ -36,6 +35,7 @@ from shardwise.launcher.local.orders import (
 )
 from shardwise.launcher.local.processes import become_reaper, die_with_parent, kill_descendants
 from shardwise.launcher.local.target import become
+from shardwise.launcher.transport import MessageStream
 from shardwise.recorder import start_record
 from shardwise.recorder.start import listener_variables
 from shardwise.runs import RunDirectory
@@ -54,7 +54,7 @@ class ForkParent:
     """Serves one supervisor over one socket until that closes; then leaves nothing running."""
 
     def __init__(self, channel: socket.socket) -> None:
-        self._channel: Channel[Order] = Channel(channel, Order)
+        self._channel: MessageStream[Order] = MessageStream(channel, Order)
         self._children: set[int] = set()
         self._listener_folder = ""
 
@@ -69,11 +69,11 @@ class ForkParent:
         ignore_stop_requests()
         self._send(Ready(refusal))
         with selectors.DefaultSelector() as selector:
-            selector.register(self._channel.socket, selectors.EVENT_READ)
+            selector.register(self._channel, selectors.EVENT_READ)
             selector.register(wake_reader, selectors.EVENT_READ)
             while True:
                 for key, _ in selector.select():
-                    if key.fileobj is not self._channel.socket:
+                    if key.fileobj is not self._channel:
                         with contextlib.suppress(BlockingIOError):
                             os.read(wake_reader, 4096)
                         self._reap()
@@ -96,7 +96,7 @@ class ForkParent:
         if isinstance(order, StartRank) and not self._listener_folder:
             with contextlib.suppress(OSError):  # a full disk: ranks that need a folder report it themselves
                 self._listener_folder = make_listener_folder()
-        descriptor = None if isinstance(order, StartRank) else self._channel.take_descriptors(1)[0]
+        descriptor = None if isinstance(order, StartRank) else self._channel.take_descriptor()
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -127,8 +127,7 @@ class ForkParent:
                 self._send(Ended(pid, os.waitstatus_to_exitcode(status)))
 
     def _send(self, report: Report) -> None:
-        with contextlib.suppress(ConnectionError):
-            self._channel.send(report)
+        self._channel.send(report)
 
 
 def _work_of(order: Order, descriptor: int | None, parent: int) -> Callable[[], None]:

@@ -1,11 +1,6 @@
-"""Messages between the supervisor and the fork parent, one JSON object per line over a private socket."""
+"""Messages between the supervisor and the fork parent, over a private socket."""
 
 from __future__ import annotations
-
-import array
-import json
-import socket
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
@@ -14,9 +9,6 @@ from shardwise.launcher.local.target import (
     Program,  # noqa: TC001 - read at run time by msgspec
     Script,  # noqa: TC001 - read at run time by msgspec
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class StartRank(msgspec.Struct, frozen=True, tag="start"):
@@ -104,80 +96,3 @@ class Assembly(msgspec.Struct, frozen=True, tag="assembly"):
     nodes: tuple[int, ...] = ()
     nprocs: tuple[int, ...] = ()
     refusal: str = ""
-
-
-# A private socket between two of our processes: one JSON object per line, and descriptors beside them.
-
-
-Message = TypeVar("Message")
-_MOST_BYTES = 1 << 22
-_MOST_DESCRIPTORS = 8
-_INT = array.array("i").itemsize
-
-
-class Channel(Generic[Message]):
-    """One end: sends any struct, receives those of one kind."""
-
-    def __init__(self, end: socket.socket, kind: Any) -> None:
-        """Take over `end`; `kind` is the type, or union of types, that the other end sends."""
-        self.socket = end
-        self._kind = kind
-        self._buffer = b""
-        self._descriptors: list[int] = []
-
-    def send(self, message: msgspec.Struct, descriptors: Sequence[int] = ()) -> None:
-        """Send one message, with open descriptors beside it; ConnectionError when the other end is gone."""
-        self.socket.settimeout(None)
-        data = encode_line(message)
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-        rest = data[self.socket.sendmsg([data], rights) :]
-        if rest:  # even no bytes cannot be sent to one that has answered and left
-            self.socket.sendall(rest)
-
-    def receive(self, timeout_s: float | None = None) -> list[Message] | None:
-        """Return the messages that have come, perhaps none yet; None when the other end is gone.
-
-        TimeoutError after `timeout_s` seconds without a byte; None waits for ever, 0 not at all.
-        """
-        self.socket.settimeout(timeout_s)
-        try:
-            data, ancillary, _, _ = self.socket.recvmsg(_MOST_BYTES, socket.CMSG_SPACE(_MOST_DESCRIPTORS * _INT))
-        except BlockingIOError:
-            raise TimeoutError from None
-        except ConnectionError:
-            return None
-        for _, _, content in ancillary:
-            self._descriptors.extend(array.array("i", content[: len(content) - len(content) % _INT]))
-        if not data:
-            return None
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        return [decode_line(line, self._kind) for line in lines]
-
-    def take_descriptors(self, count: int) -> list[int]:
-        """Return the next `count` descriptors that came; the caller closes them."""
-        taken, self._descriptors = self._descriptors[:count], self._descriptors[count:]
-        return taken
-
-    def close(self) -> None:
-        """Close this end."""
-        self.socket.close()
-
-
-# Messages between our processes, one JSON object per line, in which any argument or variable can travel.
-#
-# The operating system's strings are bytes. Python shows those that are not UTF-8 as lone surrogates, which the
-# standard library's JSON escapes and restores, while msgspec's own JSON refuses them.
-
-
-def encode_line(message: msgspec.Struct) -> bytes:
-    """Return one message as a line with its end."""
-    return json.dumps(msgspec.to_builtins(message), separators=(",", ":")).encode() + b"\n"
-
-
-def decode_line(line: bytes, kind: Any) -> Any:
-    """Return the message in a line; msgspec.DecodeError when it is not one of `kind`, a type or union of types."""
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise msgspec.DecodeError(f"not JSON: {error}") from None
-    return msgspec.convert(content, kind)

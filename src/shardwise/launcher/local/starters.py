@@ -19,7 +19,6 @@ from shardwise.launcher.local.orders import (
     KEY_VARIABLE,
     MEETING,
     STORE,
-    Channel,
     Ended,
     Order,
     Ready,
@@ -30,6 +29,7 @@ from shardwise.launcher.local.orders import (
     StartStore,
 )
 from shardwise.launcher.local.processes import RankProcess, ignores_hangup, start_program
+from shardwise.launcher.transport import MessageStream
 from shardwise.recorder.start import record_variables
 from shardwise.runs.console import describe_exit
 from shardwise.runs.directory import remove_listener_folder
@@ -115,7 +115,8 @@ class ForkStarter:
 
     def __init__(self, channel: socket.socket, parent: subprocess.Popen[bytes], *, fresh: bool = False) -> None:
         """Send orders to the fork parent at the other end of `channel`; `fresh` ranks are new interpreters."""
-        self._channel: Channel[Report] = Channel(channel, Report)
+        self._channel: MessageStream[Report] = MessageStream(channel, Report)
+        self._socket = channel
         self._parent = parent
         self._fresh = fresh
         self._gone = False
@@ -184,11 +185,10 @@ class ForkStarter:
         """End the fork parent, and with it everything it started."""
         deadline = time.monotonic() + _END_S
         with contextlib.suppress(OSError):
-            self._channel.socket.shutdown(socket.SHUT_WR)
-        try:
-            while not self._gone:  # its end of the channel closes when all is gone
-                self._pump(max(0.0, deadline - time.monotonic()))
-        except TimeoutError:
+            self._socket.shutdown(socket.SHUT_WR)
+        while not self._gone and time.monotonic() < deadline:  # its end closes when all that it started is gone
+            self._pump(deadline - time.monotonic())
+        if not self._gone:
             self._parent.kill()
         self._channel.close()
         self._parent.wait()
@@ -205,20 +205,17 @@ class ForkStarter:
 
     def _order(self, rank: int, order: Order, descriptors: Sequence[int] = ()) -> RankProcess:
         self._started.pop(rank, None)
-        with contextlib.suppress(ConnectionError):  # said by what follows
-            self._channel.send(order, descriptors)
+        self._channel.send(order, descriptors)
         while rank not in self._started:
             self._wait()
         return _ForkedProcess(rank, self._started[rank], self)
 
     def _wait(self) -> None:
         """Wait for the next report, which must come."""
-        try:
-            self._pump(_READY_S)
-        except TimeoutError:
+        if not self._pump(_READY_S):
             raise LaunchError(
                 "the fork parent does not answer", code="launch.fork-parent-timeout", fix="try --start-method spawn"
-            ) from None
+            )
         if self._gone:
             raise LaunchError(
                 self.lost, code="launch.fork-parent-lost", fix="see its words above, or try --start-method spawn"
@@ -226,12 +223,11 @@ class ForkStarter:
 
     def _look(self) -> None:
         """Take in what has been reported."""
-        with contextlib.suppress(TimeoutError):
-            while not self._gone:
-                self._pump(0)
+        if not self._gone:
+            self._pump(0)
 
-    def _pump(self, timeout_s: float) -> None:
-        """Take in reports, or learn that the fork parent is gone; TimeoutError when neither comes in time."""
+    def _pump(self, timeout_s: float) -> bool:
+        """Take in reports, or learn that the fork parent is gone; False when neither comes in time."""
         reports = self._channel.receive(timeout_s)
         self._gone = reports is None
         for report in reports or ():
@@ -243,6 +239,7 @@ class ForkStarter:
                     self._listener_folder = listener_folder or self._listener_folder
                 case Ended(pid, returncode):
                     self._ended[pid] = returncode
+        return reports != []
 
 
 class _ForkedProcess(RankProcess):

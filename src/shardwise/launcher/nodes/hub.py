@@ -12,6 +12,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shardwise.launcher.local.processes import start_fork
+from shardwise.launcher.nodes.authentication import (
+    TRUSTED_BYTES,
+    Challenge,
+    Proof,
+    is_proof,
+    new_nonce,
+    node_stream,
+    prove,
+)
 from shardwise.launcher.nodes.messages import (
     Admit,
     Beat,
@@ -25,7 +34,6 @@ from shardwise.launcher.nodes.messages import (
     rebased,
 )
 from shardwise.launcher.nodes.roster import Roster
-from shardwise.launcher.nodes.wire import Challenge, Proof, Wire, is_proof, new_nonce, prove
 
 if TYPE_CHECKING:
     import socket
@@ -33,6 +41,7 @@ if TYPE_CHECKING:
 
     from shardwise.launcher.local.processes import RankProcess
     from shardwise.launcher.nodes.membership import NodeLimits
+    from shardwise.launcher.transport import MessageStream
 
 BEAT_S = 1.0
 """Between two signs of life, in both directions."""
@@ -52,10 +61,12 @@ HUB = -3
 class _Peer:
     """One connection, and what is known of who is at its other end."""
 
-    wire: Wire[FromNode]
+    stream: MessageStream[FromNode]
     nonce: str
     address: str
     since: float
+    trusted: bool = False
+    """Whether it has shown that it knows the secret."""
     node: int | None = None
 
 
@@ -107,7 +118,7 @@ class Hub:
                 next_beat = now + BEAT_S
                 for peer in self._peers:
                     if peer.node is not None:
-                        peer.wire.push(Beat())
+                        peer.stream.queue(Beat())
             self._tell()
             if self._roster.is_over and farewell is None:
                 farewell = now + _FAREWELL_S
@@ -116,27 +127,27 @@ class Hub:
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             for peer in self._peers:
-                write = selectors.EVENT_WRITE if peer.wire.has_unsent else 0
-                selector.register(peer.wire.socket, selectors.EVENT_READ | write)
+                write = selectors.EVENT_WRITE if peer.stream.has_unsent else 0
+                selector.register(peer.stream, selectors.EVENT_READ | write)
             selector.select(timeout_s)
         for peer in self._peers:
-            peer.wire.flush()
+            peer.stream.flush()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             for _ in range(_MOST_STRANGERS):  # in one turn: nodes are heard between
                 end, address = self._listener.accept()
-                peer = _Peer(Wire(end, FromNode), new_nonce(), str(address[0]), time.monotonic())
-                peer.wire.push(Challenge(peer.nonce, shardwise=self._version))
+                peer = _Peer(node_stream(end, FromNode), new_nonce(), str(address[0]), time.monotonic())
+                peer.stream.queue(Challenge(peer.nonce, shardwise=self._version))
                 self._peers.append(peer)
-        strangers = [peer for peer in self._peers if not peer.wire.trusted]
+        strangers = [peer for peer in self._peers if not peer.trusted]
         # A flood costs the oldest their turn: a node shows the secret within a round trip.
         for peer in strangers[: max(0, len(strangers) - _MOST_STRANGERS)]:
             self._peers.remove(peer)
-            peer.wire.close()
+            peer.stream.close()
 
     def _hear(self, peer: _Peer, now: float) -> None:
-        messages = peer.wire.pull()
+        messages = peer.stream.receive()
         for message in messages or ():
             if peer.node is None:
                 if not self._greet(peer, message):
@@ -146,7 +157,7 @@ class Hub:
                 self._hand_on(peer, message)
             else:
                 self._roster.hear(peer.node, _dated(message), now)
-        silent_s = now - peer.wire.heard_at
+        silent_s = now - peer.stream.heard_at
         if messages is None or silent_s > LOST_S or (peer.node is None and now - peer.since > _GREETING_S):
             how = "its connection closed" if messages is None else f"silent for {silent_s:.0f} s"
             self._drop(peer, how, now)
@@ -154,44 +165,46 @@ class Hub:
     def _hand_on(self, sender: _Peer, message: RelayMessage) -> None:
         for peer in self._peers:
             if peer is not sender and peer.node is not None and (message.to_all or peer.node == 0):
-                peer.wire.push(message)
+                peer.stream.queue(message)
 
     def _greet(self, peer: _Peer, message: FromNode) -> bool:
         """Take in what one says that is no node yet; False when it is not to become one."""
-        if isinstance(message, Proof) and not peer.wire.trusted:
+        if isinstance(message, Proof) and not peer.trusted:
             if not is_proof(message.mac, self._secret, "node", peer.nonce, message.nonce):
                 return False
-            peer.wire.trusted = True
-            peer.wire.push(Proof(prove(self._secret, "hub", message.nonce, peer.nonce)))
+            peer.trusted = True
+            peer.stream.limit_bytes = TRUSTED_BYTES
+            peer.stream.queue(Proof(prove(self._secret, "hub", message.nonce, peer.nonce)))
             return True
-        if not isinstance(message, Hello) or not peer.wire.trusted:
+        if not isinstance(message, Hello) or not peer.trusted:
             return False
         answer = self._roster.join(message)
         if isinstance(answer, Refused):
-            peer.wire.push(answer)
+            peer.stream.queue(answer)
             return False
         peer.node = answer
         return True
 
     def _drop(self, peer: _Peer, how: str, now: float) -> None:
         self._peers.remove(peer)
-        peer.wire.close()
+        peer.stream.close()
         if peer.node is not None:
             self._roster.lose(peer.node, how, now)
 
     def _tell(self) -> None:
-        wires = {peer.node: peer.wire for peer in self._peers}
-        messages = [(node, message) for node, message in self._roster.take() if node in wires]
+        streams = {peer.node: peer.stream for peer in self._peers}
+        messages = [(node, message) for node, message in self._roster.take() if node in streams]
         for node, message in messages:
             if isinstance(message, Welcome):
-                wires[node].push(message)
+                streams[node].queue(message)
+        # Node 0 learns the addresses after it was welcomed, and before other nodes are sent to its store.
         addresses = tuple(sorted({peer.address for peer in self._peers if peer.node is not None}))
-        if 0 in wires and addresses != self._admitted:  # after node 0 was welcomed, before nodes are sent to the store
+        if 0 in streams and addresses != self._admitted:
             self._admitted = addresses
-            wires[0].push(Admit(addresses))
+            streams[0].queue(Admit(addresses))
         for node, message in messages:
             if not isinstance(message, Welcome):
-                wires[node].push(_aged(message))
+                streams[node].queue(_aged(message))
 
 
 def _dated(message: FromNode) -> FromNode:

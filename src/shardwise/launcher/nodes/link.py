@@ -7,17 +7,28 @@ import selectors
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from shardwise.errors import LaunchError
+from shardwise.launcher.nodes.authentication import (
+    PROTOCOL,
+    TRUSTED_BYTES,
+    Challenge,
+    Proof,
+    is_proof,
+    new_nonce,
+    node_stream,
+    prove,
+)
 from shardwise.launcher.nodes.hub import BEAT_S, LOST_S
 from shardwise.launcher.nodes.messages import Beat, FromHub, Hello, Note, Refused, RelayMessage, Welcome
-from shardwise.launcher.nodes.wire import PROTOCOL, Challenge, Proof, Wire, is_proof, new_nonce, prove
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import msgspec
+
+    from shardwise.launcher.transport import MessageStream
 
 _ATTEMPT_S = 2.0
 _ANSWER_S = 5.0
@@ -28,16 +39,17 @@ _PATIENCE_S = 3.0
 class HubLink:
     """What the launcher of a node tells the hub and hears from it; `lost` once that is over."""
 
-    def __init__(self, wire: Wire[FromHub], welcome: Welcome, note: Callable[[str], None]) -> None:
-        """Take over a wire on which the hub has welcomed this node; its notes are shown by `note`."""
+    def __init__(self, stream: MessageStream[FromHub], welcome: Welcome, note: Callable[[str], None]) -> None:
+        """Take over a stream on which the hub has welcomed this node; its notes are shown by `note`."""
         self.node = welcome.node
         self.run = welcome.run
-        self.own_address = str(wire.socket.getsockname()[0])
+        connection = cast("socket.socket", stream.end)
+        self.own_address = str(connection.getsockname()[0])
         """By which this machine reaches the hub."""
-        self.hub_address = str(wire.socket.getpeername()[0])
+        self.hub_address = str(connection.getpeername()[0])
         self.lost = ""
         """How the hub went away; empty while it is there."""
-        self._wire = wire
+        self._stream = stream
         self._note = note
         self._inbox: queue.SimpleQueue[FromHub] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[msgspec.Struct] = queue.SimpleQueue()
@@ -79,24 +91,24 @@ class HubLink:
         self._closing = True
         self._rope.send(b".")
         self._thread.join(LOST_S)
-        for end in (self._wire, self._bell, self._rope):
+        for end in (self._stream, self._bell, self._rope):
             end.close()
 
     def _run(self) -> None:
         next_beat = 0.0
         with selectors.DefaultSelector() as selector:
-            selector.register(self._wire.socket, selectors.EVENT_READ)
+            selector.register(self._stream, selectors.EVENT_READ)
             selector.register(self._bell, selectors.EVENT_READ)
-            while not (self._closing and self._outbox.empty() and not self._wire.has_unsent):
+            while not (self._closing and self._outbox.empty() and not self._stream.has_unsent):
                 for key, _ in selector.select(BEAT_S / 4):
                     if key.fileobj is self._bell:
                         self._bell.recv(1 << 10)
                 while not self._outbox.empty():
-                    self._wire.push(self._outbox.get())
-                self._wire.flush()
-                messages = self._wire.pull()
+                    self._stream.queue(self._outbox.get())
+                self._stream.flush()
+                messages = self._stream.receive()
                 now = time.monotonic()
-                silent_s = now - self._wire.heard_at
+                silent_s = now - self._stream.heard_at
                 if messages is None or silent_s > LOST_S:
                     how = "closed its connection" if messages is None else f"was silent for {silent_s:.0f} s"
                     self.lost = f"node 0 ({self.hub_address}), which holds the store, {how}"
@@ -108,23 +120,23 @@ class HubLink:
                         self._inbox.put(message)
                 if now >= next_beat:
                     next_beat = now + BEAT_S
-                    self._wire.push(Beat())
+                    self._stream.queue(Beat())
 
 
 def join_hub(
     host: str, port: int, secret: str, hello: Hello, *, patience_s: float, note: Callable[[str], None]
 ) -> HubLink:
     """Connect to the hub at `host`, which may not be up yet, show the secret, and be welcomed or refused."""
-    wire: Wire[FromHub] = Wire(_connect(host, port, patience_s, note), FromHub)
+    stream = node_stream(_connect(host, port, patience_s, note), FromHub)
     try:
-        return HubLink(wire, _be_welcomed(wire, f"{host}:{port}", secret, hello), note)
+        return HubLink(stream, _be_welcomed(stream, f"{host}:{port}", secret, hello), note)
     except LaunchError:
-        wire.close()
+        stream.close()
         raise
 
 
-def _be_welcomed(wire: Wire[FromHub], endpoint: str, secret: str, hello: Hello) -> Welcome:
-    challenge = _next(wire, endpoint)
+def _be_welcomed(stream: MessageStream[FromHub], endpoint: str, secret: str, hello: Hello) -> Welcome:
+    challenge = _next(stream, endpoint)
     if not isinstance(challenge, Challenge) or challenge.protocol != PROTOCOL:
         raise LaunchError(
             f"node 0 at {endpoint} speaks another language: it has shardwise"
@@ -133,18 +145,18 @@ def _be_welcomed(wire: Wire[FromHub], endpoint: str, secret: str, hello: Hello) 
             fix="install the same shardwise on all nodes",
         )
     nonce = new_nonce()
-    wire.push(Proof(prove(secret, "node", challenge.nonce, nonce), nonce))
+    stream.queue(Proof(prove(secret, "node", challenge.nonce, nonce), nonce))
     other_secret = LaunchError(
         f"node 0 at {endpoint} has another secret",
         code="rendezvous.wrong-secret",
         fix="use the same SHARDWISE_SECRET and --rdzv-id on every node",
     )
-    proof = _next(wire, endpoint, other_secret)
+    proof = _next(stream, endpoint, other_secret)
     if not isinstance(proof, Proof) or not is_proof(proof.mac, secret, "hub", nonce, challenge.nonce):
         raise _stranger(endpoint)
-    wire.trusted = True
-    wire.push(hello)
-    answer = _next(wire, endpoint)
+    stream.limit_bytes = TRUSTED_BYTES
+    stream.queue(hello)
+    answer = _next(stream, endpoint)
     if isinstance(answer, Refused):
         raise LaunchError(answer.fact, code=answer.code, fix=answer.fix)
     if not isinstance(answer, Welcome):
@@ -179,19 +191,17 @@ def _connect(host: str, port: int, patience_s: float, note: Callable[[str], None
         time.sleep(0.1)
 
 
-def _next(wire: Wire[FromHub], endpoint: str, gone: LaunchError | None = None) -> FromHub:
+def _next(stream: MessageStream[FromHub], endpoint: str, gone: LaunchError | None = None) -> FromHub:
     """Return the next message, beats left out; refuse what says nothing, or hangs up (by `gone`, if given)."""
     deadline = time.monotonic() + _ANSWER_S
-    while time.monotonic() < deadline:
-        messages = wire.pull()
+    while (left_s := deadline - time.monotonic()) > 0:
+        messages = stream.receive(left_s)
         if messages is None:
             raise gone or _stranger(endpoint)
         real = [message for message in messages if not isinstance(message, Beat)]
         if real:
-            wire.put_back(real[1:])
+            stream.put_back(real[1:])
             return real[0]
-        wire.flush()
-        time.sleep(0.005)
     raise _stranger(endpoint)
 
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shardwise.environment import adopt, variables
-from shardwise.launcher.local.orders import KEY_VARIABLE, Assembly, Channel, StartMeeting
+from shardwise.launcher.local.orders import KEY_VARIABLE, Assembly, StartMeeting
 from shardwise.launcher.local.processes import die_with_parent
+from shardwise.launcher.transport import MessageStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +37,7 @@ def meeting_work(order: StartMeeting, descriptor: int | None, parent: int) -> Ca
         signal.signal(number, signal.SIG_IGN)
     # The ranks' store is ours, one for every round: torch would make another from the name of this node.
     adopt({**order.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
-    answer: Channel[Assembly] = Channel(socket.socket(fileno=descriptor), Assembly)
+    answer: MessageStream[Assembly] = MessageStream(socket.socket(fileno=descriptor), Assembly)
 
     def work() -> None:
         try:

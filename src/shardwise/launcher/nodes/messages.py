@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shardwise.launcher.nodes.wire import Challenge, Proof
+from shardwise.launcher.nodes.authentication import Challenge, Proof
 from shardwise.launcher.policy import RankExit  # noqa: TC001 - read at run time by msgspec
 
 if TYPE_CHECKING:

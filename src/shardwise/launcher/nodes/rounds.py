@@ -24,8 +24,9 @@ from shardwise.launcher.local.attempts import (
     write_exit,
     write_start,
 )
-from shardwise.launcher.local.orders import Assembly, Channel, StartMeeting
+from shardwise.launcher.local.orders import Assembly, StartMeeting
 from shardwise.launcher.local.supervise import Observer, Outcome, caught_signals, supervise
+from shardwise.launcher.nodes.authentication import rendezvous_key
 from shardwise.launcher.nodes.meeting import PRELOAD
 from shardwise.launcher.nodes.messages import (
     Admit,
@@ -42,8 +43,8 @@ from shardwise.launcher.nodes.messages import (
     rebased,
 )
 from shardwise.launcher.nodes.network import Door, interface_of, listen, own_address
-from shardwise.launcher.nodes.wire import rendezvous_key
 from shardwise.launcher.policy import Finish, GiveUp, RankExit
+from shardwise.launcher.transport import MessageStream
 from shardwise.runs.events import LaunchLog, launch_log
 from shardwise.runs.failure import write_variables
 
@@ -229,18 +230,17 @@ class _Node:
         """Meet the other nodes by torch's rendezvous; None when the hub calls it off."""
         ours, theirs = socket.socketpair()
         order = _meeting_order(meet, self.link, self.nodes, self.spec.nproc, self.environ)
-        answer: Channel[Assembly] = Channel(ours, Assembly)
+        answer: MessageStream[Assembly] = MessageStream(ours, Assembly)
         with theirs:
             self.meeting = self.starter.start_meeting(order, theirs)
         try:
             while self._stopped is None and self.round == meet.round:
                 self._look()
-                with contextlib.suppress(TimeoutError):
-                    found = answer.receive(0)
-                    if found is None:
-                        return Assembly(refusal="its process ended")
-                    if found:
-                        return found[0]
+                found = answer.receive()
+                if found is None:
+                    return Assembly(refusal="its process ended")
+                if found:
+                    return found[0]
         finally:
             answer.close()
         return None

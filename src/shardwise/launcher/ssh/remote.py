@@ -14,7 +14,6 @@ from functools import partial
 
 from shardwise.environment import variables
 from shardwise.errors import LaunchError
-from shardwise.launcher.local.orders import decode_line, encode_line
 from shardwise.launcher.local.processes import become_reaper, die_with_parent, kill_descendants
 from shardwise.launcher.local.target import Target, check_target
 from shardwise.launcher.nodes.network import is_own, listen, own_addresses
@@ -31,6 +30,7 @@ from shardwise.launcher.ssh.session import (
     Signal,
     Start,
 )
+from shardwise.launcher.transport import MessageStream, encode_line
 from shardwise.runs.console import JOB_FAILED
 from shardwise.versions import package_version
 
@@ -42,28 +42,23 @@ class _Launcher:
     """The other end of stdin: its orders, and whether it is still there."""
 
     def __init__(self) -> None:
-        self._rest = b""
-        self._heard_at = time.monotonic()
+        self._stream: MessageStream[Order] = MessageStream(sys.stdin.buffer, Order)
         self.is_gone = False
 
     def orders(self, timeout_s: float, door: socket.socket | None = None, word: str = "") -> list[Order]:
         """Wait for orders, or for `timeout_s`; meanwhile say `word` to whoever comes to the door."""
-        watched: list[int | socket.socket] = [0] if door is None else [0, door]
+        watched: list[MessageStream[Order] | socket.socket] = [self._stream]
+        if door is not None:
+            watched.append(door)
         ready, _, _ = select.select(watched, [], [], timeout_s)
         if door is not None and door in ready:
             with contextlib.suppress(OSError):
                 guest, _ = door.accept()
                 with guest:
                     guest.sendall(word.encode())
-        found: list[Order] = []
-        if 0 in ready:
-            data = os.read(0, 1 << 16)
-            self._heard_at = time.monotonic()
-            self.is_gone = not data
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            found = [decode_line(line, Order) for line in lines]
-        self.is_gone |= time.monotonic() - self._heard_at > SILENCE_S
-        return found
+        found = self._stream.receive()
+        self.is_gone = found is None or time.monotonic() - self._stream.heard_at > SILENCE_S
+        return found or []
 
 
 def main() -> int:

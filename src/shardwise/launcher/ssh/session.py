@@ -13,17 +13,17 @@ import time
 from collections import deque
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Self, cast
+from typing import IO, TYPE_CHECKING, Any, Self, cast
 
 import msgspec
 
-from shardwise.launcher.local.orders import decode_line, encode_line
 from shardwise.launcher.local.processes import die_with_parent
 from shardwise.launcher.local.target import (
     Module,  # noqa: TC001 - read when messages are decoded
     Program,  # noqa: TC001 - read when messages are decoded
     Script,  # noqa: TC001 - read when messages are decoded
 )
+from shardwise.launcher.transport import MessageStream, decode_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -66,11 +66,11 @@ def guard_command(folder: Path) -> str:
 class Session:
     """One guard: the lines it and its node write, and how it ended."""
 
-    def __init__(self, host: HostSpec, *, is_here: bool) -> None:
-        """Start a guard on `host`: over ssh, or directly on this machine."""
+    def __init__(self, host: HostSpec, *, is_here: bool, command: str = "") -> None:
+        """Start a guard, or another shell `command`, on `host`: over ssh, or directly on this machine."""
         self.host = host
         self.is_here = is_here
-        command = guard_command(Path.cwd())
+        command = command or guard_command(Path.cwd())
         self.process = subprocess.Popen(
             ["/bin/sh", "-c", command] if is_here else [*ssh_words(host), command],
             stdin=subprocess.PIPE,
@@ -80,7 +80,7 @@ class Session:
             # A guard of this machine lives on for as long as its node takes to stop; ssh has nothing to wait for.
             preexec_fn=None if is_here else partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - one thread
         )
-        self._orders = cast("IO[bytes]", self.process.stdin)
+        self._orders: MessageStream[Order] = MessageStream(cast("IO[bytes]", self.process.stdin), Order)
         self._turn = threading.Lock()
         self.said: deque[str] = deque(maxlen=20)
         """The last lines of its stderr."""
@@ -96,11 +96,10 @@ class Session:
         """Its stdout and stderr."""
         return cast("IO[bytes]", self.process.stdout), cast("IO[bytes]", self.process.stderr)
 
-    def send(self, order: Order) -> None:
+    def send(self, order: Any) -> None:
         """Send an order, from any thread; one that is gone is noticed elsewhere."""
-        with self._turn, contextlib.suppress(OSError, ValueError):  # it ended, or we hung up
-            self._orders.write(encode_line(order))
-            self._orders.flush()
+        with self._turn, contextlib.suppress(ValueError):  # we hung up
+            self._orders.send(order)
 
     def hang_up(self) -> None:
         """Close the guard's stdin, which has it stop its node."""
