@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
-import tempfile
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.environment import identify
 from shardwise.errors import InputError
-from shardwise.launcher.local.attempts import LocalLaunch, launch
-from shardwise.launcher.local.function import raise_failure, run_forked
-from shardwise.launcher.local.target import Module
+from shardwise.launcher.local.function import run_forked, run_fresh
 from shardwise.launcher.mpirun import find_mpirun, run_by_mpirun
-from shardwise.launcher.policy import root_cause
-from shardwise.runs import create_run
 from shardwise.torch_private.runtime import DYNAMO
 
 if TYPE_CHECKING:
@@ -82,16 +75,4 @@ def on_ranks(
     """
     if backend == "mpi":
         return run_by_mpirun(partial(fn, *args), nproc)
-    import cloudpickle
-
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
-        folder = Path(name)
-        (folder / "call").write_bytes(cloudpickle.dumps((fn, args, {})))
-        spec = LocalLaunch(target=Module("shardwise.launcher.local.call", (name,)), nproc=nproc, preload=PRELOAD)
-        outcome = launch(spec, create_run(folder / "run", "bench"), starter=starter).outcome
-        if outcome.interrupted:
-            raise KeyboardInterrupt
-        cause = root_cause(outcome.exits)
-        if cause is not None:
-            raise_failure(cause, folder / f"{cause.rank}.pickle")
-        return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(nproc)]  # noqa: S301 - our own ranks wrote it
+    return run_fresh(partial(fn, *args), nproc, preload=PRELOAD, starter=starter)

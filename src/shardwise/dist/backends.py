@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
+
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_nccl_timeout
-from torch.distributed.constants import default_pg_timeout
-from shardwise.errors import MissingExtraError
-from shardwise.errors import WorldError
-from shardwise.errors import nearest
-from shardwise.engines.mpi.types import GROUP_NAME
-from shardwise.engines.mpi.types import shown_backend
-from shardwise.engines.mpi.types import torch_backend
-from dataclasses import replace
-from shardwise.environment import MPI_STARTERS
-from shardwise.environment import Identity
-from shardwise.environment import identify
-from shardwise.errors import EnvironmentVariablesError
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
+
+from shardwise.engines.mpi.types import GROUP_NAME, shown_backend, torch_backend
+from shardwise.environment import MPI_STARTERS, Identity, identify
+from shardwise.errors import EnvironmentVariablesError, MissingExtraError, WorldError, nearest
 
 if TYPE_CHECKING:
-    import torch
     from collections.abc import Sequence
+
+    import torch
 
 
 _AVAILABLE = {

@@ -5,17 +5,20 @@ from __future__ import annotations
 from shardwise.torch_private.distributed import fake_store
 
 from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
+
+from shardwise.dist.backends import default_timeout_s
+from shardwise.dist.start import world
+from shardwise.dist.world import World
 from shardwise.environment import Identity
 from shardwise.errors import WorldError
-from shardwise.dist.backends import default_timeout_s
-from shardwise.dist.world import World
-from shardwise.dist.start import world
 
 if TYPE_CHECKING:
-    from shardwise.dist.stores import Store
     from pathlib import Path
+
+    from shardwise.dist.stores import Store
 
 
 def fake_world(size: int, rank: int = 0, device: str = "cpu") -> World:

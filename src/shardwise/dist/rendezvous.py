@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 from torch.distributed.rendezvous import rendezvous
 
+from shardwise.dist.stores import FileStore, Store, TCPStore
 from shardwise.environment import master_endpoint
 from shardwise.errors import WorldError, nearest
-from shardwise.dist.stores import FileStore, Store, TCPStore
 
 _SCHEMES = ("env", "tcp", "file")
 _RESOLVE_PATIENCE_S = 30.0

@@ -7,38 +7,28 @@ from shardwise.torch_private.distributed import timeout_s
 import contextlib
 import math
 import socket
-from datetime import timedelta
-from typing import TYPE_CHECKING
-from typing import Any
-import torch.distributed as dist
-from shardwise.errors import EnvironmentVariablesError
-from shardwise.errors import WorldError
-from shardwise.dist.backends import choose_backend
-from shardwise.dist.backends import default_device
-from shardwise.dist.backends import default_timeout_s
-from shardwise.dist.backends import find_identity
-from shardwise.dist.backends import place_by_hosts
-from shardwise.engines.mpi.types import GROUP_NAME
-from shardwise.engines.mpi.types import torch_backend
-from shardwise.engines.mpi.start import MET_BY_MPI
-from shardwise.engines.mpi.start import mpi_runtime
-from shardwise.dist.rendezvous import Rendezvous
-from shardwise.dist.rendezvous import join
-from shardwise.dist.rendezvous import parse_meeting
-from shardwise.dist.stores import HashStore
-from shardwise.dist.stores import PrefixStore
-from shardwise.dist.world import World
-import torch
 from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.dist.backends import choose_backend, default_device, default_timeout_s, find_identity, place_by_hosts
+from shardwise.dist.rendezvous import Rendezvous, join, parse_meeting
+from shardwise.dist.stores import HashStore, PrefixStore
+from shardwise.dist.world import World, running_group
 from shardwise.engines.mpi.group import MpiGroup
-from shardwise.engines.mpi.types import shown_backend
-from shardwise.dist.world import running_group
+from shardwise.engines.mpi.start import MET_BY_MPI, mpi_runtime
+from shardwise.engines.mpi.types import GROUP_NAME, shown_backend, torch_backend
 from shardwise.environment import has_own_gpu
+from shardwise.errors import EnvironmentVariablesError, WorldError
 
 if TYPE_CHECKING:
-    from shardwise.environment import Identity
-    from shardwise.dist.stores import Store
     from torch.distributed import ProcessGroup
+
+    from shardwise.dist.stores import Store
+    from shardwise.environment import Identity
 
 
 def world(

@@ -7,34 +7,32 @@ import contextlib
 import socket
 import time
 import weakref
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
-from typing import Any
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
+
 import torch
 import torch.distributed as dist
-from shardwise.errors import WorldError
-from shardwise.engines.mpi.types import GROUP_NAME
-from shardwise.engines.mpi.types import torch_backend
-from shardwise.engines.mpi.start import mpi_runtime
-from shardwise.dist.stores import HashStore
 from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise.dist.stores import HashStore
+from shardwise.engines.mpi.start import mpi_runtime
+from shardwise.engines.mpi.types import GROUP_NAME, torch_backend
+from shardwise.errors import WorldError
 from shardwise.layout import AXES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from collections.abc import Mapping
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from types import TracebackType
+
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    from shardwise.dist.stores import Store
     from shardwise.environment import Identity
     from shardwise.layout import Layout
-    from shardwise.dist.stores import Store
 
 
 THREADS_CATCH_UP_S = 0.02

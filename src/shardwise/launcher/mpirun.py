@@ -64,7 +64,7 @@ def run_by_mpirun(call: Callable[[], Any], nproc: int, *, timeout_s: float | Non
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
         folder, log = Path(name), Path(name) / "log"
         (folder / "call").write_bytes(cloudpickle.dumps(call))
-        argv = mpirun_argv(mpirun, nproc, Module("shardwise.launcher.mpi_rank", (name,)).argv())
+        argv = mpirun_argv(mpirun, nproc, Module("shardwise.launcher.local.call", (name, "mpirun")).argv())
         process = start_program(0, argv, _environment(nproc), stdout=log, stderr=log)
         outcome = supervise(
             [process],

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from refusals import refuses
-from shardwise.launcher.local.function import run_forked
 from shardwise.dist import world
 from shardwise.dist.stores import HashStore
+from shardwise.launcher.local.function import run_forked
 
 
 def with_running_group(body):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from refusals import refuses
-from shardwise.environment import Identity
 from shardwise.dist.start import choose_device, gpu_index
+from shardwise.environment import Identity
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is visible")
 

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 from refusals import refuses
+from shardwise.dist import fake_world
 from shardwise.launcher.local.function import run_forked
 from shardwise.layout import Layout
-from shardwise.dist import fake_world
 
 
 def in_a_process_of_its_own(body):

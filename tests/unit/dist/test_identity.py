@@ -3,8 +3,8 @@
 import pytest
 
 from refusals import refuses
-from shardwise.environment import Identity
 from shardwise.dist.backends import find_identity, place_by_hosts
+from shardwise.environment import Identity
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from env.ports import free_port
 from refusals import refuses
-from shardwise.environment import adopt, rank_environment
-from shardwise.launcher.local.function import run_forked
 from shardwise.dist import world
 from shardwise.dist.stores import FileStore, HashStore
+from shardwise.environment import adopt, rank_environment
+from shardwise.launcher.local.function import run_forked
 
 
 def report(**arguments):

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from refusals import refuses
+from shardwise.dist import world
 from shardwise.launcher.local.function import run_forked
 from shardwise.layout import Layout
 from shardwise.testing import run_ranks
-from shardwise.dist import world
 
 
 def alone(body):

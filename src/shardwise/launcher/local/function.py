@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -29,6 +30,8 @@ from shardwise.torch_private.runtime import was_cuda_used
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from shardwise.launcher.local.starters import Starter
 
 
 # Running a function on forked ranks: one import of torch serves them all.
@@ -118,6 +121,8 @@ def take_results(outcome: Outcome, nproc: int, folder: Path, timeout_s: float | 
     cause = root_cause(outcome.exits)
     if cause is not None:
         raise_failure(cause, folder / f"{cause.rank}.pickle")
+    if any(exit_.stopped for exit_ in outcome.exits):
+        raise RankFailedError("the ranks were stopped before they were done", code="launch.ranks-stopped")
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(nproc)]  # noqa: S301 - our own child wrote it
 
 
@@ -145,7 +150,7 @@ def launch_function(fn: Callable[..., Any], *args: Any, nproc: int = 2, **kwargs
         )
     if _may_fork_here():
         return _from_here(lambda: fn(*args, **kwargs), nproc)
-    return _from_a_fresh_process((fn, args, kwargs), nproc)
+    return run_fresh(partial(fn, *args, **kwargs), nproc, shows_output=True)
 
 
 def _may_fork_here() -> bool:
@@ -181,25 +186,30 @@ def _from_here(call: Callable[[], Any], nproc: int) -> list[Any]:
         store.end()
 
 
-def _from_a_fresh_process(call: tuple[Any, ...], nproc: int) -> list[Any]:
+def run_fresh(
+    call: Callable[[], Any],
+    nproc: int,
+    *,
+    preload: tuple[str, ...] = ("torch", "numpy"),
+    starter: Starter | None = None,
+    shows_output: bool = False,
+) -> list[Any]:
+    """Make `call()` on `nproc` ranks that share nothing with this process, and return its results by rank.
+
+    It travels by cloudpickle. The first failing rank's exception is raised here. `starter` serves several calls;
+    without one, this call starts its own, which imports `preload` once for all ranks.
+    """
     import cloudpickle
 
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
         folder = Path(name)
         (folder / "call").write_bytes(cloudpickle.dumps(call))
         run = create_run(folder / "run", "launch")
-        spec = LocalLaunch(
-            target=Module("shardwise.launcher.local.call", (name,)), nproc=nproc, preload=("torch", "numpy")
-        )
-        launched = launch(spec, run, observers=[_Echo(run, nproc)])
-        if launched.outcome.interrupted:
-            raise KeyboardInterrupt
-        cause = root_cause(launched.outcome.exits)
-        if cause is not None:
-            raise_failure(cause, folder / f"{cause.rank}.pickle")
-        if any(exit_.stopped for exit_ in launched.outcome.exits):
-            raise RankFailedError("the ranks were stopped before they were done", code="launch.ranks-stopped")
-        return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(nproc)]  # noqa: S301 - our own ranks wrote it
+        target = Module("shardwise.launcher.local.call", (name,))
+        observers = [_Echo(run, nproc)] if shows_output else []
+        spec = LocalLaunch(target=target, nproc=nproc, preload=preload)
+        outcome = launch(spec, run, observers=observers, starter=starter).outcome
+        return take_results(outcome, nproc, folder, None)
 
 
 class _Echo:
