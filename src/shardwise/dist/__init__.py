@@ -1,7 +1,6 @@
 """Process groups: who this rank is, its device, meshes, sub-groups and teardown; fake worlds for tests."""
 
-from shardwise.dist.fake import fake_world, local_world
-from shardwise.dist.start import world
+from shardwise.dist.start import fake_world, local_world, world
 from shardwise.dist.world import World
 
 __all__ = ["World", "fake_world", "local_world", "world"]
