@@ -178,9 +178,9 @@ def test_a_converted_checkpoint_can_be_resumed(trained, tmp_path):
 
 BAD = {
     "nothing there": (["ls", "nowhere"], "holds no checkpoint"),
-    "nothing to inspect": (["inspect", "nowhere"], "is not there"),
+    "nothing to inspect": (["inspect", "nowhere"], "[checkpoint.not-found]"),
     "no kind": (["convert", "run", "x", "--to", "zip"], "'torch'"),
-    "target exists": (["convert", "run", "run", "--to", "torch"], "there already"),
+    "target exists": (["convert", "run", "run", "--to", "torch"], "[checkpoint.target-exists]"),
     "target without folder": (["convert", "run", "no/where", "--to", "torch"], "make the folder first"),
     "no such metric": (["prune", "run", "--keep", "1,max:accurac"], "'accuracy'"),
     "prune of one": (["prune", "run/checkpoints/step-00000002", "--keep", "1"], "is one checkpoint"),

@@ -91,7 +91,7 @@ BAD = {
     "no plan": (["--plans", ","], "names no plan"),
     "unknown job key": (["--set", "batchsize=8"], "'batch_size'"),
     "unknown precision": (["--precision", "bf16"], "fp64"),
-    "nowhere to write": (["--markdown", "no/where.md"], "not there"),
+    "nowhere to write": (["--markdown", "no/where.md"], "[cli.output-folder-missing]"),
     "no steps": (["--steps", "0"], "steps"),
     "batch that does not divide": (["--plans", "ddp", "--set", "batch_size=3"], "2 or 4"),
     "model that cannot be shrunk": (["--plans", "ddp", "--shrink"], "knows no config of Noisy"),

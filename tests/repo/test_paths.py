@@ -118,6 +118,14 @@ def test_launch_with_a_restart_passes_nine_files(folder, trace):
     assert len(files) <= 9, sorted(files)
 
 
+def test_verify_passes_nine_files_from_the_shell_to_backward_of_a_plan(folder):
+    """A rank is forked from within `verify`, so that its stack holds both processes."""
+    assert main(["verify", "job.py", "--plans", "ddp", "--nproc", "2", "--steps", "1"]) == 0
+    files = json.loads((folder / "stack.json").read_text())
+    assert {"cli/main.py", "parity/verify.py", "parity/runner.py", "training/step/plain.py"} <= set(files)
+    assert len(files) <= 9, files
+
+
 def test_train_passes_six_files_in_a_world_that_torchrun_started(folder):
     assert run_ranks(lambda world: main(["train", "job.py", "--run-dir", "run"]), 2) == [0, 0]
     files = json.loads((folder / "stack.json").read_text())

@@ -9,16 +9,15 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "style_table.py"
 REACHED = {
     # Figures that are still above their target, at the value they have reached: lower it, never raise it.
-    "files": 402,
+    "files": 396,
     "lines": 72_500,
-    "files under 60 lines": 38,
     "modules under 80 lines with one importer": 14,
     "class names in several modules": 2,
     "nested comprehensions with conditions": 18,
     "nested conditional expressions": 1,
     "comprehensions per 1,000 lines": 38.4,
     "conditional expressions per 1,000 lines": 25.1,
-    "imports inside functions": 230,
+    "imports inside functions": 158,
 }
 
 

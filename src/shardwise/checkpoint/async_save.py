@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.checkpoint.save import Draft, SaveReport
 from shardwise.checkpoint.shard import memory_of
+from shardwise.checkpoint.write import Draft, SaveReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: which ones it holds, which to resume from, which retention removes, and its listing."""
+"""A folder of checkpoints: which it holds, which to resume from, which retention removes; `ls`, `check` and `prune`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpoint.check import find_damage
 from shardwise.checkpoint.disk import remove_whole
 from shardwise.checkpoint.errors import LATEST, DamagedError, nothing_more, parse_name, size_of, together
-from shardwise.checkpoint.load import load
 from shardwise.checkpoint.manifest import MANIFEST, read_manifest, read_regular
-from shardwise.errors import InputError
+from shardwise.checkpoint.read import load
+from shardwise.checkpoint.shard import find_damage
+from shardwise.checkpoint.spec import CheckReport, ListingRow, ListReport, PruneReport
+from shardwise.errors import InputError, nearest
+from shardwise.runs.console import CHECK_FAILED, DONE
+from shardwise.runs.directory import parse_keep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +26,10 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
-    from shardwise.checkpoint.check import Damage
-    from shardwise.checkpoint.load import Forecast, LoadReport
     from shardwise.checkpoint.manifest import Manifest
+    from shardwise.checkpoint.read import Forecast, LoadReport
+    from shardwise.checkpoint.shard import Damage
+    from shardwise.checkpoint.spec import CheckSpec, ListSpec, PruneSpec
     from shardwise.runs.directory import Keep
 
 
@@ -161,13 +165,15 @@ def _read_together(path: Path, group: dist.ProcessGroup | None) -> Manifest:
 
 def _entry(path: Path) -> CheckpointEntry:
     manifest = read_manifest(path)
+    return CheckpointEntry(path, manifest.step, manifest.saved_at, manifest.num_bytes, _metrics(manifest))
+
+
+def _metrics(manifest: Manifest) -> dict[str, float]:
+    """Return what `facts["metrics"]` holds, as far as it is numbers."""
     metrics: Any = manifest.facts.get("metrics")
-    numbers = {
-        name: float(value)
-        for name, value in (metrics.items() if isinstance(metrics, dict) else ())
-        if isinstance(value, int | float)
-    }
-    return CheckpointEntry(path, manifest.step, manifest.saved_at, manifest.num_bytes, numbers)
+    if not isinstance(metrics, dict):
+        return {}
+    return {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
 
 
 # Which checkpoints may go, by a run's rules: a decision, nothing is removed here.
@@ -200,26 +206,42 @@ def to_remove(entries: Sequence[CheckpointEntry], keep: Keep, *, now: float) -> 
     return [entry for entry in entries if entry.path not in staying]
 
 
-# What `ls` tells: every checkpoint under a path, sound or not.
+# What `ls`, `check` and `prune` are asked.
 
 
-@dataclass(frozen=True)
-class ListingRow:
-    """One checkpoint; what its manifest would tell is None where that cannot be read."""
-
-    path: Path
-    is_latest: bool
-    damages: tuple[Damage, ...]
-    step: int | None
-    saved_at: float | None
-    """Seconds since 1970."""
-    num_bytes: int | None
-    layout: str
-    metrics: dict[str, float]
+def list_checkpoints(spec: ListSpec) -> ListReport:
+    """Return every checkpoint at a path, by step; sizes and headers are looked at, not every byte."""
+    return ListReport(rows=_list(spec.path, deep=False))
 
 
-def list_checkpoints(path: Path, *, deep: bool) -> list[ListingRow]:
-    """Return every checkpoint at `path`, by step; `deep` reads every byte to see whether it is sound."""
+def check_checkpoints(spec: CheckSpec) -> CheckReport:
+    """Read every byte of the checkpoints at a path and compare it with its checksum."""
+    rows = _list(spec.path, deep=True)
+    return CheckReport(rows=rows, exit_code=CHECK_FAILED if any(row.damages for row in rows) else DONE)
+
+
+def prune_checkpoints(spec: PruneSpec) -> PruneReport:
+    """Remove the checkpoints that no rule keeps; the newest good one stays in any case."""
+    keep = parse_keep(spec.keep)
+    rows = _list(spec.path, deep=False)
+    if [row.path for row in rows] == [spec.path]:
+        raise InputError(
+            f"{spec.path} is one checkpoint",
+            code="checkpoint.single-checkpoint",
+            fix="name the run directory or the folder it is in",
+        )
+    metrics = {name for row in rows for name in row.metrics}
+    if keep.metric and keep.metric not in metrics:
+        raise InputError(
+            f"no checkpoint in {spec.path} has a metric {keep.metric!r}",
+            code="checkpoint.metric-unknown",
+            fix=nearest(keep.metric, metrics) if metrics else "",
+        )
+    removed = CheckpointFolder(rows[0].path.parent).prune(keep, deep=True)
+    return PruneReport(removed=tuple(removed), num_kept=len(rows) - len(removed))
+
+
+def _list(path: Path, *, deep: bool) -> tuple[ListingRow, ...]:
     found = find_checkpoints(path)
     if not found:
         raise InputError(
@@ -228,28 +250,24 @@ def list_checkpoints(path: Path, *, deep: bool) -> list[ListingRow]:
             fix="name a run directory, its checkpoints folder, or one",
         )
     latest = CheckpointFolder(found[0].parent).latest()
-    return sorted(
-        (_row(each, is_latest=each == latest, deep=deep) for each in found),
-        key=lambda row: (row.step or 0, row.path.name),
-    )
+    rows = [_row(each, is_latest=each == latest, deep=deep) for each in found]
+    return tuple(sorted(rows, key=lambda row: (row.step or 0, row.path.name)))
 
 
 def _row(path: Path, *, is_latest: bool, deep: bool) -> ListingRow:
-    damages = tuple(find_damage(path, deep=deep))
+    damages = tuple(map(str, find_damage(path, deep=deep)))
     try:
         manifest = read_manifest(path)
     except DamagedError:
         named = parse_name(path.name)
-        return ListingRow(path, is_latest, damages, named[0] if named else None, None, None, "", {})
-    metrics = manifest.facts.get("metrics")
-    numbers = metrics.items() if isinstance(metrics, dict) else ()
+        return ListingRow(path=path, is_latest=is_latest, damages=damages, step=named[0] if named else None)
     return ListingRow(
-        path,
-        is_latest,
-        damages,
-        manifest.step,
-        manifest.saved_at,
-        manifest.num_bytes,
-        str(manifest.facts.get("layout", "")),
-        {name: float(value) for name, value in numbers if isinstance(value, int | float)},
+        path=path,
+        is_latest=is_latest,
+        damages=damages,
+        step=manifest.step,
+        saved_at=manifest.saved_at,
+        num_bytes=manifest.num_bytes,
+        layout=str(manifest.facts.get("layout", "")),
+        metrics=_metrics(manifest),
     )

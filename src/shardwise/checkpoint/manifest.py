@@ -10,10 +10,37 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from shardwise.checkpoint.disk import crc32_text
-from shardwise.checkpoint.dtypes import DTYPES
 from shardwise.checkpoint.errors import DamagedError, parse_name
+
+# Names of dtypes as the safetensors format writes them.
+
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""What a checkpoint can hold."""
+
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+"""The same table, read from the other side."""
+
 
 MANIFEST = "manifest.json"
 FORMAT = "shardwise-checkpoint"

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.dtypes import CODES, DTYPES
 from shardwise.checkpoint.errors import CheckpointError
+from shardwise.checkpoint.manifest import CODES, DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""One shard file in the safetensors format: laid out from the manifest alone, written and read in place."""
+"""One shard file in the safetensors format, written and read in place; whether the shards of a checkpoint are sound."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 import torch
 
 from shardwise.checkpoint.disk import crc32, crc32_text
-from shardwise.checkpoint.dtypes import DTYPES
 from shardwise.checkpoint.errors import DamagedError
-from shardwise.checkpoint.manifest import MANIFEST, open_regular
+from shardwise.checkpoint.manifest import DTYPES, MANIFEST, open_regular, read_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
-    from pathlib import Path
 
     from torch import Tensor
 
     from shardwise.checkpoint.manifest import Manifest
+
 
 T = TypeVar("T")
 
@@ -228,3 +228,44 @@ class ShardReader:
             if count == 0:
                 raise DamagedError(f"{self._path} ended while it was read", code="checkpoint.file-truncated")
             done += count
+
+
+# Whether a checkpoint is sound: every file is checked, none is loaded.
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One thing that is wrong with a checkpoint."""
+
+    checkpoint: Path
+    file: str
+    reason: str
+    code: str
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+def find_damage(path: Path | str, *, deep: bool) -> list[Damage]:
+    """Return what is wrong with the checkpoint at `path`, one entry per damaged file; empty if it is sound.
+
+    Sizes, headers and the manifest are always checked; `deep` also reads every byte and compares the checksums.
+    """
+    path = Path(path)
+    try:
+        manifest = read_manifest(path)
+        layouts = layouts_of(path, manifest, manifest.files)
+    except DamagedError as error:
+        return [Damage(path, MANIFEST, error.fact, error.code)]
+    checksums: dict[str, dict[str, str]] = {file: {} for file in manifest.files}
+    for name, entry in manifest.tensors.items():
+        for piece in entry.pieces:
+            checksums[piece.file][name] = piece.checksum
+    found = []
+    for file, layout in layouts.items():
+        try:
+            with ShardReader(path / file, layout) as reader:
+                reader.check(checksums[file] if deep else {})
+        except DamagedError as error:
+            found.append(Damage(path, file, error.fact, error.code))
+    return found

@@ -17,7 +17,7 @@ from shardwise.checkpoint import (
     check_storage,
     load_newest,
 )
-from shardwise.checkpoint.dtypes import DTYPES
+from shardwise.checkpoint.manifest import DTYPES
 from shardwise.errors import InputError, ShardwiseError, nearest
 from shardwise.runs.console import PREEMPTED
 from shardwise.runs.directory import parse_keep

@@ -2,8 +2,8 @@
 
 import torch
 
-from shardwise.checkpoint.adapters import merge_state, merged
 from shardwise.checkpoint.convert.contents import Contents, form_of
+from shardwise.checkpoint.convert.peft import merge_state, merged
 
 LORA = {"rank": 2, "alpha": 4, "dropout": 0.0, "transposed": ["b"]}
 

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pickle
+import typing
 import zipfile
 
 import pytest
@@ -13,9 +14,8 @@ from refusals import refuses
 from shardwise.checkpoint import read_manifest, save
 from shardwise.checkpoint.convert import own as convert_own
 from shardwise.checkpoint.convert.contents import Contents, bytes_of
-from shardwise.checkpoint.convert.convert import KINDS, convert, open_contents
-from shardwise.checkpoint.diff import diff
-from shardwise.cli.checkpoint import KINDS as CLI_KINDS
+from shardwise.checkpoint.convert.convert import KINDS, convert, diff, open_contents
+from shardwise.checkpoint.spec import ConvertSpec, DiffSpec, Kind
 from shardwise.errors import InputError, ShardwiseError
 
 
@@ -74,24 +74,24 @@ def own(tmp_path):
 
 
 def test_the_command_line_names_every_kind():
-    assert set(CLI_KINDS) == set(KINDS)
+    assert set(typing.get_args(Kind)) == set(KINDS)
 
 
 @pytest.mark.parametrize("kind", ["torch", "dcp", "shardwise"])
 def test_a_round_trip_is_bit_exact_in_tensors_and_facts(own, tmp_path, kind):
-    there = convert(own, tmp_path / "there", kind)
+    there = convert(ConvertSpec(source=own, target=tmp_path / "there", to=kind))
     assert there.left_out == ()
-    back = convert(tmp_path / "there", tmp_path / "back", "shardwise")
+    back = convert(ConvertSpec(source=tmp_path / "there", target=tmp_path / "back", to="shardwise"))
     assert back.left_out == ()
     assert back.source_kind == kind
-    report = diff(open_contents(own), open_contents(tmp_path / "back"))
+    report = diff(DiffSpec(left=own, right=tmp_path / "back"))
     assert report.are_tensors_equal
     assert report.facts == ()
     assert report.num_equal == len(tensors_and_facts()[0])
 
 
 def test_a_torch_file_goes_on_in_bare_torch(own, tmp_path):
-    convert(own, tmp_path / "all.pt", "torch")
+    convert(ConvertSpec(source=own, target=tmp_path / "all.pt", to="torch"))
     state = torch.load(tmp_path / "all.pt", weights_only=True)
     expected, optimizer = trained()
     model, fresh = trained()
@@ -120,7 +120,7 @@ def test_what_plain_torch_saved_becomes_a_checkpoint(tmp_path):
     single = torch.optim.AdamW(model.parameters())
     single.load_state_dict({**single.state_dict(), "state": {0: optimizer.state_dict()["state"][0]}})
     torch.save({**state, "optimizer": single.state_dict()}, tmp_path / "plain.pt")
-    report = convert(tmp_path / "plain.pt", tmp_path / "own", "shardwise")
+    report = convert(ConvertSpec(source=tmp_path / "plain.pt", target=tmp_path / "own", to="shardwise"))
     assert report.step == 2  # as the optimizer counts
     assert report.tied == {"head.weight": "embed.weight"}
     assert [words.partition(":")[0] for words in report.left_out] == ["scaler.x", "epoch"]
@@ -132,7 +132,7 @@ def test_what_plain_torch_saved_becomes_a_checkpoint(tmp_path):
 def test_numbered_parameters_of_several_groups_are_not_guessed(tmp_path):
     model, optimizer = trained()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "plain.pt")
-    report = convert(tmp_path / "plain.pt", tmp_path / "own", "shardwise")
+    report = convert(ConvertSpec(source=tmp_path / "plain.pt", target=tmp_path / "own", to="shardwise"))
     assert report.left_out == ("optimizer: its parameters are numbered, and which is which is not certain",)
 
 
@@ -153,9 +153,9 @@ def test_groups_that_are_not_told_are_listed_and_the_states_kept(tmp_path):
     for group in facts["optimizer"]["groups"]:
         del group["params"]
     path = save(tmp_path / "own", 2, tensors, facts, group=None).path
-    report = convert(path, tmp_path / "all.pt", "torch")
+    report = convert(ConvertSpec(source=path, target=tmp_path / "all.pt", to="torch"))
     assert "does not say which of its 2 groups" in report.left_out[0]
-    assert diff(open_contents(path), open_contents(tmp_path / "all.pt")).are_tensors_equal
+    assert diff(DiffSpec(left=path, right=tmp_path / "all.pt")).are_tensors_equal
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
@@ -166,12 +166,12 @@ def test_what_wrappers_put_before_names_is_dropped(tmp_path, prefix):
 
 
 def test_weights_alone_are_a_plain_state_dict(own, tmp_path):
-    convert(own, tmp_path / "weights.pt", "torch", weights=True)
+    convert(ConvertSpec(source=own, target=tmp_path / "weights.pt", to="torch", weights=True))
     Tied().load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
 
 
 def test_tied_weights_stay_one_memory_in_a_torch_file(own, tmp_path):
-    convert(own, tmp_path / "weights.pt", "torch", weights=True)
+    convert(ConvertSpec(source=own, target=tmp_path / "weights.pt", to="torch", weights=True))
     state = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
 
@@ -183,14 +183,14 @@ def test_a_damaged_source_leaves_nothing_behind(own, tmp_path, kind):
     data[8 + int.from_bytes(data[:8], "little")] ^= 1  # the first byte of the first tensor, a weight's
     shard.write_bytes(data)
     with refuses("checkpoint.checksum-mismatch", "rank-00000.safetensors", kind=ShardwiseError):
-        convert(own, tmp_path / "target.safetensors", kind)  # MLX wants the ending
+        convert(ConvertSpec(source=own, target=tmp_path / "target.safetensors", to=kind))  # MLX wants the ending
     assert [path.name for path in tmp_path.iterdir()] == ["own"]
 
 
 def test_a_target_that_is_there_is_not_touched(own, tmp_path):
     (tmp_path / "target").write_text("mine")
     with refuses("checkpoint.target-exists"):
-        convert(own, tmp_path / "target", "torch")
+        convert(ConvertSpec(source=own, target=tmp_path / "target", to="torch"))
     assert (tmp_path / "target").read_text() == "mine"
 
 
@@ -237,7 +237,7 @@ def test_code_in_a_torch_file_is_refused_and_not_run(tmp_path, make, refusal):
     canary = tmp_path / "canary"
     make(tmp_path / "bad.pt", canary)
     with refuses(*refusal):
-        convert(tmp_path / "bad.pt", tmp_path / "own", "shardwise")
+        convert(ConvertSpec(source=tmp_path / "bad.pt", target=tmp_path / "own", to="shardwise"))
     assert not canary.exists()
     assert not (tmp_path / "own").exists()
 
@@ -270,7 +270,7 @@ def test_our_own_kind_is_written_in_parts(own, tmp_path, monkeypatch):
     assert len(asked) > 3
     assert all(size <= 200 or len(names) == 1 for size, names in zip(sizes, asked, strict=True))
     assert sorted(name for names in asked for name in names) == sorted(contents.forms)
-    assert diff(contents, open_contents(tmp_path / "target")).are_tensors_equal
+    assert diff(DiffSpec(left=own, right=tmp_path / "target")).are_tensors_equal
 
 
 @pytest.mark.parametrize(("kind", "share"), [("torch", 1.0), ("shardwise", 1.0), ("hf", 0.3)])
@@ -282,7 +282,7 @@ def test_the_host_peak_is_told_before_anything_is_written(own, tmp_path, kind, s
         assert not list(tmp_path.glob("*target*"))
         told.append(peak)
 
-    convert(own, tmp_path / "target", kind, announce=announce)
+    convert(ConvertSpec(source=own, target=tmp_path / "target", to=kind), announce=announce)
     assert told == [pytest.approx(share * total, rel=0.2)]
 
 

@@ -21,6 +21,7 @@ from shardwise.checkpoint import load, read_manifest
 from shardwise.checkpoint.convert.convert import convert, open_contents
 from shardwise.checkpoint.convert.dcp import read_listing
 from shardwise.checkpoint.errors import DamagedError
+from shardwise.checkpoint.spec import ConvertSpec
 from shardwise.errors import InputError, ShardwiseError
 from shardwise.testing import run_ranks
 
@@ -123,7 +124,7 @@ def continuing(world, path):
 
 def test_what_fsdp2_saved_on_two_ranks_goes_on_on_four_with_the_same_losses(saved, tmp_path):
     folder, _, losses = saved
-    report = convert(folder / "nested", tmp_path / "own", "shardwise")
+    report = convert(ConvertSpec(source=folder / "nested", target=tmp_path / "own", to="shardwise"))
     assert report.tied == {"head.weight": "embed.weight"}
     assert report.left_out == ("epoch: a checkpoint of ours has no place for it",)
     for found in run_ranks(continuing, 4, tmp_path / "own"):
@@ -148,8 +149,8 @@ def resuming(world, folder):
 
 def test_what_we_write_goes_on_in_plain_fsdp2_code(saved, tmp_path):
     folder, _, losses = saved
-    convert(folder / "nested", tmp_path / "own", "shardwise")
-    assert convert(tmp_path / "own", tmp_path / "dcp", "dcp").left_out == ()
+    convert(ConvertSpec(source=folder / "nested", target=tmp_path / "own", to="shardwise"))
+    assert convert(ConvertSpec(source=tmp_path / "own", target=tmp_path / "dcp", to="dcp")).left_out == ()
     for found in run_ranks(resuming, 2, tmp_path / "dcp"):
         assert found == pytest.approx(losses, rel=1e-9)
 
@@ -160,12 +161,12 @@ def test_equal_matrices_that_are_trained_apart_are_not_tied(tmp_path):
     state = {name: {"exp_avg": torch.ones(3, 2)} for name in ("a", "b")}
     nested = {"model": {"a": same, "b": same.clone()}, "optimizer": {"state": state, "param_groups": []}}
     dcp.save(nested, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert convert(tmp_path / "dcp", tmp_path / "own", "shardwise").tied == {}
+    assert convert(ConvertSpec(source=tmp_path / "dcp", target=tmp_path / "own", to="shardwise")).tied == {}
 
 
 def test_constant_matrices_are_not_tied(tmp_path):
     dcp.save({"model": {"a": torch.zeros(3, 2), "b": torch.zeros(3, 2)}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert convert(tmp_path / "dcp", tmp_path / "own", "shardwise").tied == {}
+    assert convert(ConvertSpec(source=tmp_path / "dcp", target=tmp_path / "own", to="shardwise")).tied == {}
 
 
 def small(folder, extra=None):
@@ -233,7 +234,7 @@ def test_code_in_a_folder_is_refused_and_not_run(tmp_path, make):
     canary = tmp_path / "canary"
     make(tmp_path / "dcp", canary)
     with pytest.raises(ShardwiseError):
-        convert(tmp_path / "dcp", tmp_path / "own", "shardwise")
+        convert(ConvertSpec(source=tmp_path / "dcp", target=tmp_path / "own", to="shardwise"))
     assert not canary.exists()
     assert not (tmp_path / "own").exists()
 
@@ -300,7 +301,7 @@ def incomplete(metadata):
 def test_metadata_that_cannot_be_true_is_refused(tmp_path, change, refusal, kind):
     altered(tmp_path / "dcp", change)
     with refuses(*refusal, kind=kind):
-        convert(tmp_path / "dcp", tmp_path / "own", "shardwise")
+        convert(ConvertSpec(source=tmp_path / "dcp", target=tmp_path / "own", to="shardwise"))
 
 
 def test_truncated_metadata_is_damaged_at_every_length(tmp_path):

@@ -11,8 +11,9 @@ from torch.distributed.fsdp import fully_shard
 
 from refusals import refuses
 from shardwise.checkpoint import load, read_manifest
-from shardwise.checkpoint.convert.convert import TargetRanks, convert, open_contents
+from shardwise.checkpoint.convert.convert import convert, open_contents
 from shardwise.checkpoint.errors import DamagedError
+from shardwise.checkpoint.spec import ConvertSpec
 from shardwise.cli.main import main
 from shardwise.engines.deepspeed.config import deepspeed_config
 from shardwise.engines.deepspeed.library import load_deepspeed
@@ -352,16 +353,24 @@ def a_checkpoint(tmp_path, seed=0, shapes=None):
 def test_what_is_written_for_any_ranks_and_stage_reads_back_bit_for_bit(tmp_path, seeds):
     for seed in seeds:
         source = a_checkpoint(tmp_path, seed)
-        convert(source, tmp_path / f"any{seed}", "deepspeed")
+        convert(ConvertSpec(source=source, target=tmp_path / f"any{seed}", to="deepspeed"))
         same(source, tmp_path / f"any{seed}")
         for stage in (1, 2, 3):
             target = tmp_path / f"{seed}-{stage}"
-            convert(source, target, "deepspeed", cut=TargetRanks(stage, random.Random(seed + stage).randint(1, 5)))
+            convert(
+                ConvertSpec(
+                    source=source,
+                    target=target,
+                    to="deepspeed",
+                    zero=stage,
+                    nproc=random.Random(seed + stage).randint(1, 5),
+                )
+            )
             same(source, target)
 
 
 def test_a_folder_written_here_needs_no_deepspeed_and_holds_no_code(tmp_path):
-    convert(a_checkpoint(tmp_path), tmp_path / "zero3", "deepspeed", cut=TargetRanks(3, 2))
+    convert(ConvertSpec(source=a_checkpoint(tmp_path), target=tmp_path / "zero3", to="deepspeed", zero=3, nproc=2))
     data = (tmp_path / "zero3" / "global_step4" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").read_bytes()
     assert b"deepspeed.runtime.fp16.loss_scaler" in data
     assert b"shardwise" not in data
@@ -373,7 +382,7 @@ class Evil:
 
 
 def spoiled(tmp_path, change, stage=2):
-    convert(a_checkpoint(tmp_path), tmp_path / "ds", "deepspeed", cut=TargetRanks(stage, 2))
+    convert(ConvertSpec(source=a_checkpoint(tmp_path), target=tmp_path / "ds", to="deepspeed", zero=stage, nproc=2))
     change(tmp_path / "ds" / "global_step4")
     return tmp_path / "ds"
 
@@ -414,7 +423,7 @@ def test_a_model_that_is_cut_another_way_is_refused(tmp_path, name, code):
 
 def test_weights_alone_are_refused_with_the_way_to_load_them(tmp_path):
     with refuses("checkpoint.no-optimizer"):
-        convert(a_checkpoint(tmp_path), tmp_path / "ds", "deepspeed", weights=True)
+        convert(ConvertSpec(source=a_checkpoint(tmp_path), target=tmp_path / "ds", to="deepspeed", weights=True))
     assert not (tmp_path / "ds").exists()
 
 
@@ -424,7 +433,7 @@ def test_parameters_with_other_counts_of_steps_are_refused(tmp_path):
     state["optimizer"]["state"][0]["step"] = torch.tensor(2.0)
     torch.save(state, source)
     with refuses("checkpoint.optimizer-steps-differ", "2 to 4"):
-        convert(source, tmp_path / "ds", "deepspeed")
+        convert(ConvertSpec(source=source, target=tmp_path / "ds", to="deepspeed"))
 
 
 def test_ranks_without_a_stage_and_a_stage_for_another_kind_are_refused(tmp_path, capfd):
@@ -437,6 +446,6 @@ def test_ranks_without_a_stage_and_a_stage_for_another_kind_are_refused(tmp_path
 
 
 def test_inspect_shows_a_deepspeed_folder(tmp_path, capfd):
-    convert(a_checkpoint(tmp_path), tmp_path / "ds", "deepspeed", cut=TargetRanks(1, 2))
+    convert(ConvertSpec(source=a_checkpoint(tmp_path), target=tmp_path / "ds", to="deepspeed", zero=1, nproc=2))
     assert main(["checkpoint", "inspect", str(tmp_path / "ds"), "--tensors"]) == 0
     assert "optimizer/layer0.weight/exp_avg" in capfd.readouterr().out

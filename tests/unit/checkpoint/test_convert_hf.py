@@ -11,6 +11,7 @@ from shardwise.checkpoint import save
 from shardwise.checkpoint.convert import hugging_face as convert_hf
 from shardwise.checkpoint.convert.convert import convert, open_contents
 from shardwise.checkpoint.errors import DamagedError
+from shardwise.checkpoint.spec import ConvertSpec
 
 
 def weights():
@@ -38,7 +39,7 @@ def assert_same(found):
 
 
 def test_weights_go_there_and_back_and_the_rest_is_listed(tmp_path):
-    report = convert(own(tmp_path / "own"), tmp_path / "hf", "hf")
+    report = convert(ConvertSpec(source=own(tmp_path / "own"), target=tmp_path / "hf", to="hf"))
     assert_same(read_back(tmp_path / "hf"))
     assert [words.partition(":")[0] for words in report.left_out] == [
         "d",
@@ -112,14 +113,25 @@ def test_transformers_reads_what_we_write_and_we_what_it_writes(tmp_path):
     loss = model(tokens, labels=tokens).loss
     model.save_pretrained(tmp_path / "theirs", max_shard_size="3KB")
     assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
-    convert(tmp_path / "theirs", tmp_path / "own", "shardwise")
-    report = convert(tmp_path / "own", tmp_path / "ours", "hf", config=tmp_path / "theirs" / "config.json")
+    convert(ConvertSpec(source=tmp_path / "theirs", target=tmp_path / "own", to="shardwise"))
+    report = convert(
+        ConvertSpec(
+            source=tmp_path / "own", target=tmp_path / "ours", to="hf", config=tmp_path / "theirs" / "config.json"
+        )
+    )
     assert report.left_out == ("facts (step): the folder holds weights only",)
     back = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours").eval()
     assert back.lm_head.weight is back.transformer.wte.weight
     assert torch.equal(back(tokens, labels=tokens).loss, loss)
     torch.save(model.state_dict(), tmp_path / "tied.pt")
-    tied = convert(tmp_path / "tied.pt", tmp_path / "from_torch", "hf", config=tmp_path / "theirs" / "config.json")
+    tied = convert(
+        ConvertSpec(
+            source=tmp_path / "tied.pt",
+            target=tmp_path / "from_torch",
+            to="hf",
+            config=tmp_path / "theirs" / "config.json",
+        )
+    )
     assert tied.left_out == ("lm_head.weight: written once, as transformer.wte.weight, to which it is tied",)
     again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "from_torch").eval()
     assert torch.equal(again(tokens, labels=tokens).loss, loss)

@@ -12,7 +12,7 @@ from refusals import refuses
 from shardwise.checkpoint import save
 from shardwise.checkpoint.convert.convert import convert, open_contents
 from shardwise.checkpoint.errors import DamagedError
-from shardwise.cli.checkpoint_view import show_conversion
+from shardwise.checkpoint.spec import ConvertSpec
 from shardwise.models import resnet18
 
 mx = pytest.importorskip("mlx.core", reason="MLX is not installed: pip install 'shardwise[mlx]'")
@@ -46,8 +46,8 @@ def trained_resnet():
 def test_weights_statistics_and_counts_come_back_bit_by_bit(tmp_path):
     state = trained_resnet().state_dict()
     torch.save(state, tmp_path / "torch.pt")
-    convert(tmp_path / "torch.pt", tmp_path / "mlx.safetensors", "mlx")
-    convert(tmp_path / "mlx.safetensors", tmp_path / "back.pt", "torch")
+    convert(ConvertSpec(source=tmp_path / "torch.pt", target=tmp_path / "mlx.safetensors", to="mlx"))
+    convert(ConvertSpec(source=tmp_path / "mlx.safetensors", target=tmp_path / "back.pt", to="torch"))
     assert_same(torch.load(tmp_path / "back.pt"), state)
     assert state["stem.norm.num_batches_tracked"] == 1
 
@@ -57,7 +57,7 @@ def test_what_mlx_loads_and_saves_itself_comes_back_bit_by_bit(tmp_path):
 
     model = trained_resnet()
     torch.save(model.state_dict(), tmp_path / "torch.pt")
-    convert(tmp_path / "torch.pt", tmp_path / "there.safetensors", "mlx")
+    convert(ConvertSpec(source=tmp_path / "torch.pt", target=tmp_path / "there.safetensors", to="mlx"))
     other = in_mlx(num_classes=3, in_channels=2, stem="small")
     other.load_weights(str(tmp_path / "there.safetensors"))  # strict: no name too many, none missing, every shape
     other.save_weights(str(tmp_path / "saved.safetensors"))
@@ -73,7 +73,7 @@ def test_convolutions_of_every_dimension_are_mlxs_own(tmp_path, dims):
     ours = getattr(nn, f"Conv{dims}d")(2, 3, kernel_size=3)
     theirs = getattr(mlx_nn, f"Conv{dims}d")(2, 3, kernel_size=3)
     torch.save(ours.state_dict(), tmp_path / "torch.pt")
-    convert(tmp_path / "torch.pt", tmp_path / "mlx.safetensors", "mlx")
+    convert(ConvertSpec(source=tmp_path / "torch.pt", target=tmp_path / "mlx.safetensors", to="mlx"))
     theirs.load_weights(str(tmp_path / "mlx.safetensors"))
     x = torch.randn(2, 2, *[5] * dims)
     found = theirs(mx.array(x.movedim(1, -1).numpy()))
@@ -88,7 +88,7 @@ def test_a_checkpoint_keeps_its_ties_and_says_what_is_left_out(tmp_path):
         "optimizer/b/step": torch.tensor(1.0),
     }
     source = save(tmp_path / "own", 1, tensors, {"step": 1, "tied": {"head.weight": "a.weight"}}, group=None).path
-    report = convert(source, tmp_path / "mlx.safetensors", "mlx")
+    report = convert(ConvertSpec(source=source, target=tmp_path / "mlx.safetensors", to="mlx"))
     assert [words.partition(":")[0] for words in report.left_out] == ["head.weight", "optimizer", "facts (step)"]
     assert report.num_tensors == 2
     assert set(mx.load(str(tmp_path / "mlx.safetensors"))) == {"a.weight", "b"}
@@ -118,14 +118,14 @@ def test_a_folder_of_mlx_weights_is_read_too(tmp_path):
 def test_a_name_that_mlx_would_not_load_is_refused(tmp_path):
     torch.save({"a": torch.ones(2)}, tmp_path / "torch.pt")
     with refuses("checkpoint.mlx-file-name", "weights.safetensors"):
-        convert(tmp_path / "torch.pt", tmp_path / "weights.bin", "mlx")
+        convert(ConvertSpec(source=tmp_path / "torch.pt", target=tmp_path / "weights.bin", to="mlx"))
     assert [path.name for path in tmp_path.iterdir()] == ["torch.pt"]
 
 
 def test_a_dtype_that_mlx_lacks_is_refused_by_name(tmp_path):
     torch.save({"a": torch.ones(2).to(torch.float8_e4m3fn)}, tmp_path / "torch.pt")
     with refuses("checkpoint.dtype-unsupported", "'a'", "fp8"):
-        convert(tmp_path / "torch.pt", tmp_path / "mlx.safetensors", "mlx")
+        convert(ConvertSpec(source=tmp_path / "torch.pt", target=tmp_path / "mlx.safetensors", to="mlx"))
 
 
 @pytest.mark.parametrize(
@@ -144,15 +144,15 @@ def test_a_report_names_the_tensors_whose_axes_were_moved(tmp_path):
         "head.weight": torch.ones(2, 2),
     }
     torch.save(state, tmp_path / "torch.pt")
-    there = convert(tmp_path / "torch.pt", tmp_path / "mlx.safetensors", "mlx")
-    back = convert(tmp_path / "mlx.safetensors", tmp_path / "back.pt", "torch")
-    again = convert(tmp_path / "mlx.safetensors", tmp_path / "again.safetensors", "mlx")
+    there = convert(ConvertSpec(source=tmp_path / "torch.pt", target=tmp_path / "mlx.safetensors", to="mlx"))
+    back = convert(ConvertSpec(source=tmp_path / "mlx.safetensors", target=tmp_path / "back.pt", to="torch"))
+    again = convert(ConvertSpec(source=tmp_path / "mlx.safetensors", target=tmp_path / "again.safetensors", to="mlx"))
     assert there.moved == back.moved == ("conv.weight", "experts.weight")
     assert again.moved == ()
     assert_same(mx_values(tmp_path / "again.safetensors"), mx_values(tmp_path / "mlx.safetensors"))
 
 
-def test_the_command_shows_which_axes_were_moved(tmp_path, capsys):
+def test_the_report_shows_which_axes_were_moved(tmp_path):
     torch.save({"experts.weight": torch.randn(3, 4, 4)}, tmp_path / "torch.pt")
-    show_conversion(convert(tmp_path / "torch.pt", tmp_path / "mlx.safetensors", "mlx"))
-    assert "axes moved, as a convolution's: experts.weight" in "".join(capsys.readouterr())
+    report = convert(ConvertSpec(source=tmp_path / "torch.pt", target=tmp_path / "mlx.safetensors", to="mlx"))
+    assert "axes moved, as a convolution's: experts.weight" in report.to_text().splitlines()

@@ -1,7 +1,5 @@
 """A checkpoint saved under any layout loads under any other, bit for bit."""
 
-import importlib
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from refusals import refuses
-from shardwise.checkpoint import load, read_manifest, save
+from shardwise.checkpoint import load, read, read_manifest, save
 from shardwise.checkpoint.pieces import box_of
 from shardwise.testing import run_ranks
 
@@ -174,7 +172,7 @@ def test_whole_rows_need_no_buffer_and_columns_one_of_the_piece_at_most(tmp_path
 
 
 def test_a_piece_larger_than_the_buffer_passes_through_it_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("shardwise.checkpoint.load"), "BUFFER", 1000)
+    monkeypatch.setattr(read, "BUFFER", 1000)
     value = torch.randn(64, 8)
     save(tmp_path, 1, {"x": value}, {}, group=None)
     wide = torch.zeros(64, 16)

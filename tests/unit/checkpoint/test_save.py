@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import importlib
 import os
 import random
 import resource
@@ -15,9 +14,18 @@ import pytest
 import torch
 
 from refusals import refuses
-from shardwise.checkpoint import CheckpointError, CheckpointFolder, check_storage, find_damage, load, load_newest, save
+from shardwise.checkpoint import (
+    CheckpointError,
+    CheckpointFolder,
+    check_storage,
+    find_damage,
+    load,
+    load_newest,
+    save,
+    write,
+)
 from shardwise.checkpoint.disk import lock
-from shardwise.checkpoint.save import Draft
+from shardwise.checkpoint.write import Draft
 from shardwise.testing import run_ranks
 
 
@@ -189,9 +197,7 @@ def test_what_a_dead_save_left_is_cleared_by_the_next(tmp_path):
 
 def test_two_saves_into_one_folder_at_once_are_refused(tmp_path, monkeypatch):
     first = Draft(tmp_path, 1, tensors(1), {}, None)
-    monkeypatch.setattr(
-        importlib.import_module("shardwise.checkpoint.save"), "lock", lambda folder: lock(folder, patience_s=0.1)
-    )
+    monkeypatch.setattr(write, "lock", lambda folder: lock(folder, patience_s=0.1))
     with refuses("checkpoint.save-in-progress", kind=CheckpointError):
         save(tmp_path, 2, tensors(2), {}, group=None)
     first.write(lambda: first.pieces)

@@ -5,19 +5,20 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from shardwise.checkpoint.convert.convert import convert
+from shardwise.checkpoint.spec import ConvertSpec
 
 
 def load_into_mlx(model, other, folder):
     """Give the MLX model the torch model's weights, by way of the files that `checkpoint convert` writes."""
     torch.save(model.state_dict(), folder / "torch.pt")
-    convert(folder / "torch.pt", folder / "mlx.safetensors", "mlx")
+    convert(ConvertSpec(source=folder / "torch.pt", target=folder / "mlx.safetensors", to="mlx"))
     other.load_weights(str(folder / "mlx.safetensors"))
 
 
 def load_into_torch(other, model, folder):
     """Give the torch model the MLX model's weights, by way of files."""
     other.save_weights(str(folder / "saved.safetensors"))
-    convert(folder / "saved.safetensors", folder / "from_mlx.pt", "torch")
+    convert(ConvertSpec(source=folder / "saved.safetensors", target=folder / "from_mlx.pt", to="torch"))
     state = torch.load(folder / "from_mlx.pt")
     # A tied head stands in no file of MLX's own; torch's state dict names it a second time.
     missing, unexpected = model.load_state_dict(state, strict=False)

@@ -7,6 +7,7 @@ import torch
 
 import shardwise as sw
 from shardwise.checkpoint.convert.convert import convert
+from shardwise.checkpoint.spec import ConvertSpec
 from shardwise.training.build import build_step
 
 pytest.importorskip("mlx.core", reason="MLX is not installed: pip install 'shardwise[mlx]'")
@@ -59,6 +60,6 @@ def test_ten_steps_of_a_job_have_the_same_losses_in_torch_and_mlx(tmp_path, kind
 @pytest.mark.parametrize("kind", ["gpt2", pytest.param("resnet", marks=pytest.mark.prove)])
 def test_a_job_begins_with_what_mlx_itself_saved_and_torch_with_what_is_converted(tmp_path, kind):
     model_of(kind, "mlx").save_weights(str(tmp_path / "saved.safetensors"))
-    convert(tmp_path / "saved.safetensors", tmp_path / "converted.pt", "torch")
+    convert(ConvertSpec(source=tmp_path / "saved.safetensors", target=tmp_path / "converted.pt", to="torch"))
     losses = losses_of(kind, "mlx", tmp_path / "saved.safetensors")
     assert losses_of(kind, "torch", tmp_path / "converted.pt") == pytest.approx(losses, rel=1e-5)

@@ -70,10 +70,10 @@ def test_a_recurrent_model_cannot_be_cut_and_exits_with_3(capfd):
 
 BAD = {
     "file without rules": (["--out", "rules.toml"], "add --propose-rules"),
-    "nowhere to write": (["--propose-rules", "--out", "no/rules.toml"], "not there"),
+    "nowhere to write": (["--propose-rules", "--out", "no/rules.toml"], "[cli.output-folder-missing]"),
     "plans": (["--propose-rules", "--plans", "tp"], "--plans asks for more"),
     "resume": (["--propose-rules", "--resume"], "--resume asks for more"),
-    "one rank": (["--propose-rules", "--nproc", "1"], "tp=1 cuts nothing"),
+    "one rank": (["--propose-rules", "--nproc", "1"], "[verify.rules-one-rank]"),
     "field of a plan": (["--propose-rules", "--set", "recompute=full"], "--set recompute asks for more"),
     "rules that are not there": (["--propose-rules", "--set", "tensor_rules=no.toml"], "no.toml cannot be read"),
 }

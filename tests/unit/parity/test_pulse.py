@@ -81,7 +81,7 @@ def test_a_rank_that_hangs_in_a_later_step_ends_after_one_that_took_as_long_in_t
     (stuck,) = read_stuck(tmp_path)
     assert (tmp_path / "second").exists()
     assert f"{__file__}:" in stuck.place
-    assert stuck.pause_s > 2 * 3 * LIMIT.usual_s  # twice the longest pause so far
+    assert stuck.pause_s > 4 * LIMIT.usual_s  # twice the longest pause so far, less what other processes took of it
 
 
 def test_neither_a_rank_that_gets_no_core_nor_one_that_waits_for_it_is_stuck(tmp_path, crowded_core):

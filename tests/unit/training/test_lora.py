@@ -10,6 +10,7 @@ import shardwise as sw
 from jobs import sentences_job
 from refusals import refuses
 from shardwise.checkpoint.convert.convert import convert, open_contents
+from shardwise.checkpoint.spec import ConvertSpec
 from shardwise.cli.main import main
 from shardwise.parallel.lora import add_adapters
 from shardwise.planner.settle import LocalDevice, settle
@@ -120,7 +121,7 @@ def test_trained_weights_in_the_plain_model_compute_what_the_trained_one_does(ru
 
 
 def test_a_checkpoint_becomes_a_folder_of_adapters(run, tmp_path):
-    report = convert(run, tmp_path / "adapter", "peft")
+    report = convert(ConvertSpec(source=run, target=tmp_path / "adapter", to="peft"))
     assert report.num_tensors == len(adapters(run / "adapter"))
     torch.testing.assert_close(adapters(tmp_path / "adapter"), adapters(run / "adapter"), rtol=0, atol=0)
     config = "adapter_config.json"
@@ -129,7 +130,7 @@ def test_a_checkpoint_becomes_a_folder_of_adapters(run, tmp_path):
 
 @pytest.mark.parametrize(("kind", "name"), [("hf", "folder"), ("torch", "file.pt")])
 def test_weights_of_a_checkpoint_come_out_merged(run, tmp_path, kind, name):
-    report = convert(run, tmp_path / name, kind, weights=True)
+    report = convert(ConvertSpec(source=run, target=tmp_path / name, to=kind, weights=True))
     found = open_contents(tmp_path / name)
     values = {key.removeprefix("model/"): value for key, value in found.read(list(found.forms)).items()}
     torch.testing.assert_close(values, state(run), rtol=0, atol=0)
@@ -137,11 +138,11 @@ def test_weights_of_a_checkpoint_come_out_merged(run, tmp_path, kind, name):
 
 
 def test_a_checkpoint_without_adapters_gives_none(run, tmp_path):
-    convert(run, tmp_path / "plain.pt", "torch", weights=True)
+    convert(ConvertSpec(source=run, target=tmp_path / "plain.pt", to="torch", weights=True))
     with refuses("checkpoint.no-adapters"):
-        convert(tmp_path / "plain.pt", tmp_path / "adapter", "peft")
+        convert(ConvertSpec(source=tmp_path / "plain.pt", target=tmp_path / "adapter", to="peft"))
     with refuses("checkpoint.adapter-base-missing"):
-        convert(run / "adapter", tmp_path / "folder", "hf")
+        convert(ConvertSpec(source=run / "adapter", target=tmp_path / "folder", to="hf"))
 
 
 def first_values(world, **changes):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import importlib
 import itertools
 import random
 from functools import partial
@@ -15,6 +14,7 @@ import shardwise as sw
 from jobs import FP64, SENTENCES, sentences_job
 from refusals import refuses
 from shardwise.checkpoint import CheckpointError, DamagedError, read_manifest
+from shardwise.checkpoint import write as save
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.plans import Precision
 from shardwise.runs import EventLog
@@ -36,7 +36,6 @@ LAYOUTS = {
     "pp2": (2, "pp"),
     "shard2.tp2": (4, "shard2.tp2"),
 }
-save = importlib.import_module("shardwise.checkpoint.save")  # its room has a function of that name
 PAIRS = list(itertools.product(LAYOUTS, LAYOUTS))
 make_job = partial(sentences_job, "llama-tiny", steps=STEPS)
 

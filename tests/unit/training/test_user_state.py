@@ -9,6 +9,7 @@ import shardwise as sw
 from refusals import refuses
 from shardwise.checkpoint import read_manifest
 from shardwise.checkpoint.convert.convert import convert, open_contents
+from shardwise.checkpoint.spec import ConvertSpec
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.runs import EventLog
 from shardwise.runs.recorder import Timeline
@@ -148,7 +149,7 @@ def test_cut_tensors_are_saved_in_pieces_and_come_back_cut(tmp_path):
 
 def test_it_travels_with_conversions(tmp_path):
     run_ranks(tallied, 1, tmp_path / "own", 3)
-    convert(tmp_path / "own", tmp_path / "all.pt", "torch")
+    convert(ConvertSpec(source=tmp_path / "own", target=tmp_path / "all.pt", to="torch"))
     contents = open_contents(tmp_path / "all.pt")
     assert contents.facts["user"]["seen"] == 12
     assert contents.read(["user/inner/sums"])["user/inner/sums"].tolist() == [3.0, 12.0]

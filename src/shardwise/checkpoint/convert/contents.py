@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.dtypes import CODES, DTYPES
+from shardwise.checkpoint.manifest import CODES, DTYPES
 from shardwise.errors import InputError
 from shardwise.job.lora import facts_of
 

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from shardwise.checkpoint.convert.contents import MODEL, Contents, bytes_of, form_from
 from shardwise.checkpoint.disk import sync_file, sync_folder, write_synced
-from shardwise.checkpoint.dtypes import DTYPES
 from shardwise.checkpoint.errors import DamagedError
+from shardwise.checkpoint.manifest import DTYPES
 from shardwise.errors import InputError
 
 if TYPE_CHECKING:

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.convert.contents import BATCH_BYTES, Contents
-from shardwise.checkpoint.dtypes import DTYPES
 from shardwise.checkpoint.errors import name_of
 from shardwise.checkpoint.folder import CheckpointFolder, find_checkpoints
-from shardwise.checkpoint.load import Filling
-from shardwise.checkpoint.manifest import read_manifest
-from shardwise.checkpoint.save import Draft
+from shardwise.checkpoint.manifest import DTYPES, read_manifest
+from shardwise.checkpoint.read import Filling
 from shardwise.checkpoint.shard import ShardLayout
+from shardwise.checkpoint.write import Draft
 from shardwise.errors import InputError
 
 if TYPE_CHECKING:

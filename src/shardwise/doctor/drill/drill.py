@@ -220,7 +220,7 @@ def _evidence(fault: Fault, run: RunDirectory, facts: RunFacts, failure: str) ->
 def _sound_steps(run: RunDirectory) -> list[int]:
     """Return the steps of the checkpoints of which every byte is as it was saved."""
     from shardwise.checkpoint import CheckpointFolder
-    from shardwise.checkpoint.check import find_damage
+    from shardwise.checkpoint.shard import find_damage
 
     return [
         entry.step for entry in CheckpointFolder(run.checkpoints).entries() if not find_damage(entry.path, deep=True)

@@ -179,7 +179,7 @@ def _disk(fault: Fault, rank: int, step: int) -> None:
     if step != fault.step:
         return
     saved = _wait_for_checkpoint(fault)
-    saving = importlib.import_module("shardwise.checkpoint.save")
+    saving = importlib.import_module("shardwise.checkpoint.write")
     real = saving.write_shard
 
     def full(path: Path, layout: Any, _pieces: Any) -> dict[str, str]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.checkpoint.adapters import merge_state
+from shardwise.checkpoint.convert.peft import merge_state
 from shardwise.job.generators import host_states, seed_generators, set_host_states
 from shardwise.parallel.batch_norm import BatchNorm
 from shardwise.parallel.collectives import full_state_dict, own_buffers, stages_of, unwrap

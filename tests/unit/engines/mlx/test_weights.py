@@ -9,6 +9,7 @@ from mlx import nn
 import shardwise as sw
 from refusals import refuses
 from shardwise.checkpoint.convert.convert import convert
+from shardwise.checkpoint.spec import ConvertSpec
 from shardwise.engines.mlx.arrays import form_of
 from shardwise.engines.mlx.weights import read_weights
 from shardwise.training.build import build_step
@@ -47,7 +48,7 @@ def test_batches_that_a_file_has_counted_go_on_being_counted(tmp_path, kind):
     path = tmp_path / "w.pt"
     torch.save(state, path)
     if kind == "mlx":
-        path = convert(path, tmp_path / "w.safetensors", "mlx").path
+        path = convert(ConvertSpec(source=path, target=tmp_path / "w.safetensors", to="mlx")).path
     job = make_job("pictures", weights=str(path))
     with sw.world() as world:
         step = build_step(job, make_plan(job), world)

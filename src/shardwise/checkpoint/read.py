@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.checkpoint.check import find_damage
-from shardwise.checkpoint.dtypes import CODES
 from shardwise.checkpoint.errors import CheckpointError, DamagedError, MismatchError, nothing_more, size_of, together
-from shardwise.checkpoint.manifest import read_manifest
+from shardwise.checkpoint.manifest import CODES, read_manifest
 from shardwise.checkpoint.pieces import local_data, overlaps
-from shardwise.checkpoint.shard import ShardReader, in_threads, layouts_of, memory_of
+from shardwise.checkpoint.shard import ShardReader, find_damage, in_threads, layouts_of, memory_of
 from shardwise.errors import some_of
 
 if TYPE_CHECKING:

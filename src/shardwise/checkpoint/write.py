@@ -23,9 +23,8 @@ from shardwise.checkpoint.disk import (
     unlock,
     write_synced,
 )
-from shardwise.checkpoint.dtypes import CODES
 from shardwise.checkpoint.errors import LATEST, CheckpointError, name_of, parse_name, rank_in, shard_name, together
-from shardwise.checkpoint.manifest import MANIFEST, Manifest, Piece, TensorEntry, encode, find_problem
+from shardwise.checkpoint.manifest import CODES, MANIFEST, Manifest, Piece, TensorEntry, encode, find_problem
 from shardwise.checkpoint.pieces import assign, box_of, local_data, propose
 from shardwise.checkpoint.shard import ShardLayout, write_shard
 
