@@ -29,7 +29,8 @@ class DigitReader(nn.Module):
 
 # <job>
 job = sw.Job(
-    model=DigitReader,  # an mlx.nn.Module: so the engine is mlx
+    engine="mlx",
+    model=DigitReader,
     data=sw.datasets.digits,
     loss=sw.losses.cross_entropy,
     optimizer=sw.adamw(lr=2e-3),

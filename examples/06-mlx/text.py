@@ -1,9 +1,10 @@
-"""The text job of this gallery in MLX: one line differs, the one that names the model."""
+"""The text job of this gallery in MLX: it names its engine and the engine's model, and nothing else differs."""
 
 import shardwise as sw
 
 # <job>
 job = sw.Job(
+    engine="mlx",
     model=lambda: sw.models.mlx.decoder("llama-tiny", vocab_size=256, context=128),
     data=sw.datasets.text(length=128),
     loss=sw.losses.token_cross_entropy,

@@ -19,6 +19,7 @@ class Net(nn.Module):
 
 
 job = sw.Job(
+    engine="mlx",
     model=Net,
     data=sw.datasets.digits,
     loss=sw.losses.cross_entropy,
@@ -33,6 +34,7 @@ LAZY = """
 import shardwise as sw
 
 job = sw.Job(
+    engine="mlx",
     model=lambda: sw.models.mlx.resnet18(num_classes=10, in_channels=1),
     data=sw.datasets.digits,
     loss=sw.losses.cross_entropy,
@@ -96,6 +98,7 @@ def on_step(report):
 
 
 job = sw.Job(
+    engine="mlx",
     model=Net,
     data=lambda split: Points() if split == "train" else None,
     loss=sw.Loss(sum=loss_sum),

@@ -135,7 +135,7 @@ def test_a_training_goes_on_in_torch_and_its_weights_are_loaded_by_mlx(tmp_path)
     assert "--to mlx" in convert
     outputs = [run(line.replace("../text.py", str(EXAMPLES / "text.py")), tmp_path) for line in lines]
     assert losses(outputs[1])[-1] < losses(outputs[0])[0]
-    from shardwise.models.mlx import decoder
+    from shardwise.engines.mlx.models import decoder
 
     model = decoder("llama-tiny", vocab_size=256, context=128)
     model.load_weights(str(tmp_path / "runs" / "model.safetensors"))
@@ -147,12 +147,13 @@ def test_two_processes_equal_one_step_by_step(tmp_path):
     assert "passed" in run(line, tmp_path)
 
 
-def test_the_text_job_differs_from_torchs_in_its_model_alone():
+def test_the_text_job_differs_from_torchs_in_engine_and_model_alone():
     def jobs(path):
         lines = path.read_text().partition("sw.Job(")[2].splitlines()
         return [line.partition("#")[0].strip() for line in lines]
 
     ours, torchs = jobs(CHAPTER.folder / "text.py"), jobs(EXAMPLES / "text.py")
+    assert ours.pop(1) == 'engine="mlx",'
     assert [pair for pair in zip(ours, torchs, strict=True) if pair[0] != pair[1]] == [(ours[1], torchs[1])]
     assert ours[1].replace("sw.models.mlx.", "sw.models.") == torchs[1]
 

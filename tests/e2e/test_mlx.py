@@ -98,7 +98,7 @@ def test_two_processes_give_the_losses_of_one_and_a_run_that_can_be_looked_at(tm
     assert len(one) == 23
     assert two == pytest.approx(one, rel=1e-5)
     facts = {name: (value, source) for name, value, source in _start(tmp_path / "on2")["facts"]}
-    assert facts["engine"][1] == "auto: the model is an mlx.nn.Module"
+    assert facts["engine"][1] == "the job's engine"
     assert facts["plan"] == ("replicate2 (zero 0)", "auto: MLX trains replicas")
     assert json.loads((tmp_path / "on2" / "report.json").read_text())["result"]["evaluation"]["accuracy"] > 0.9
     watched = shardwise(tmp_path, "watch", "on2", "--once")

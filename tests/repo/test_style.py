@@ -9,15 +9,14 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "style_table.py"
 REACHED = {
     # Figures that are still above their target, at the value they have reached: lower it, never raise it.
-    "files": 396,
-    "lines": 72_500,
-    "modules under 80 lines with one importer": 14,
-    "class names in several modules": 2,
+    "files": 391,
+    "lines": 72_300,
+    "modules under 80 lines with one importer": 12,
     "nested comprehensions with conditions": 18,
     "nested conditional expressions": 1,
-    "comprehensions per 1,000 lines": 38.4,
-    "conditional expressions per 1,000 lines": 25.1,
-    "imports inside functions": 158,
+    "comprehensions per 1,000 lines": 37.8,
+    "conditional expressions per 1,000 lines": 24.7,
+    "imports inside functions": 156,
 }
 
 

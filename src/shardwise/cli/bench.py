@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.cli.main import LazyGroup
-from shardwise.errors import InputError, LaunchError
+from shardwise.errors import LaunchError
 from shardwise.runs.console import complain, say
 
 if TYPE_CHECKING:
@@ -46,17 +46,13 @@ def bench_device(asked: str | None, backend: str | None, nproc: int) -> tuple[Lo
 
 
 def load_torch_job(reference: JobReference) -> Job:
-    """Load a job, refusing a model of MLX, in which nothing here looks."""
+    """Load a job whose model is torch's."""
+    from shardwise.engines.engine import engine_named
     from shardwise.job import load_job
-    from shardwise.job.engine import engine_of
 
     job = load_job(reference)
-    if engine_of(job) == "mlx":
-        raise InputError(
-            f"bench measures models of torch, and that of {reference.name} is MLX's",
-            code="support.mlx-model",
-            fix="shardwise train it, which tells samples per second",
-        )
+    fix = "shardwise train it, which reports samples per second"
+    engine_named(job.engine).require_torch_model(reference.name, "bench measures torch modules", fix=fix)
     return job
 
 

@@ -67,6 +67,8 @@ def rules_to_toml(rules: Mapping[str, str], about: str) -> str:
 
 LENGTHS = ("epochs", "steps", "tokens")
 Masks = Literal["drawn", "keyed"]
+Framework = Literal["torch", "mlx"]
+"""What a model is written in; `shardwise.engines` has the engines that train it."""
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -81,7 +83,7 @@ class Job:
     """What to train: model, data, loss, optimizer, global batch and length."""
 
     model: Callable[[], nn.Module]
-    """Makes the model, a module of torch or of MLX; called on every rank after seeding."""
+    """Makes the model, a module of the job's engine; called on every rank after seeding."""
     data: Callable[[str], Dataset[Any] | None]
     """Split name ("train", "test") to dataset; None for a split it does not have."""
     loss: Loss
@@ -118,6 +120,8 @@ class Job:
     """Name of the layer list that pipelines are cut along; None finds it."""
     lora: Lora | None = None
     """Train adapters beside frozen weights; None trains all weights."""
+    engine: Framework = "torch"
+    """What the model is written for: a `torch.nn.Module`, or with "mlx" an `mlx.nn.Module`."""
 
     def __post_init__(self) -> None:
         finished = any(hasattr(self.model, name) for name in ("named_parameters", "trainable_parameters"))
@@ -142,8 +146,7 @@ class Job:
         _check_whole("batch_size", self.batch_size, least=1)
         _check_whole("seed", self.seed, least=0)
         _check_whole("num_workers", self.num_workers, least=0)
-        if self.masks not in get_args(Masks):
-            raise JobError(f"Job.masks is {self.masks!r}", code="job.unknown-masks", fix='give "drawn" or "keyed"')
+        self._check_choices()
         self._check_length()
         object.__setattr__(self, "tensor_rules", as_rules(self.tensor_rules))
         if self.clip_norm is not None and not _positive(self.clip_norm):
@@ -177,6 +180,13 @@ class Job:
                 code="job.lora-not-a-lora",
                 fix='give sw.Lora(targets=("q_proj", "v_proj"), rank=16)',
             )
+
+    def _check_choices(self) -> None:
+        if self.masks not in get_args(Masks):
+            raise JobError(f"Job.masks is {self.masks!r}", code="job.unknown-masks", fix='give "drawn" or "keyed"')
+        if self.engine not in get_args(Framework):
+            names = " or ".join(f'"{name}"' for name in get_args(Framework))
+            raise JobError(f"Job.engine is {self.engine!r}", code="job.unknown-engine", fix=f"give {names}")
 
     def _check_length(self) -> None:
         given = [name for name in LENGTHS if getattr(self, name) is not None]

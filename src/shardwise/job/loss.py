@@ -40,7 +40,7 @@ class Metric:
             )
 
     def sum_of(self, output: Any, batch: Any) -> Any:
-        """Return the sum over a batch, checked: a scalar of torch or MLX; of a metric a number will do too."""
+        """Return the sum over a batch, checked: a scalar tensor; of a metric a number will do too."""
         total = self.sum(output, batch)
         if getattr(total, "ndim", None) == 0:
             return total

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import JobError, some_of
-from shardwise.job.loss import Loss
-from shardwise.job.mlx_arrays import cross_entropy_sum, is_mlx_array, nan_to_num
+from shardwise.job.loss import Loss, Metric
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
 IGNORE = -100
@@ -35,8 +33,6 @@ def target_of(batch: Any, reader: str) -> Any:
 
 def _class_sum(output: Any, batch: Any) -> Any:
     target = target_of(batch, "cross_entropy")
-    if is_mlx_array(output):
-        return cross_entropy_sum(output, target, IGNORE)
     import torch  # found in sys.modules: 0.1 us, where importing a name from a submodule costs 1 us
 
     return torch.nn.functional.cross_entropy(output, target, reduction="sum")
@@ -44,8 +40,6 @@ def _class_sum(output: Any, batch: Any) -> Any:
 
 def _token_sum(output: Any, batch: Any) -> Any:
     target = target_of(batch, "token_cross_entropy")
-    if is_mlx_array(output):
-        return cross_entropy_sum(output, target, IGNORE)
     import torch
 
     return torch.nn.functional.cross_entropy(
@@ -107,17 +101,20 @@ def count_next_labels(batch: Any) -> int:
 
 
 def _label_sum(output: Any, batch: Any) -> Any:
-    return _summed(_logits_of(output), batch["labels"])
+    return _summed(logits_of(output), batch["labels"])
 
 
 def _next_label_sum(output: Any, batch: Any) -> Any:
+    return _summed(*next_labels(output, batch))
+
+
+def next_labels(output: Any, batch: Any) -> tuple[Any, Any]:
+    """Return the logits of a decoder and, position by position, the labels that they predict."""
     labels = batch["labels"][:, 1:]  # as many as logits where they reach one further, as those of a slice of tokens do
-    return _summed(_logits_of(output)[:, : labels.shape[1]], labels)
+    return logits_of(output)[:, : labels.shape[1]], labels
 
 
 def _summed(logits: Any, labels: Any) -> Any:
-    if is_mlx_array(logits):
-        return cross_entropy_sum(logits, labels, IGNORE)
     import torch
 
     return torch.nn.functional.cross_entropy(
@@ -140,21 +137,27 @@ next_token = Loss(sum=_next_label_sum, count=count_next_labels)
 def returned_by_model(count: Callable[[Any], Any]) -> Loss:
     """Accept a model that returns its own mean loss (a scalar, or an output with `.loss`).
 
-    `count(batch)` must say how many things that mean covers, or ranks with uneven batches could not be weighed. With an
-    MLX model it is asked of batches of tensors and of arrays.
+    `count(batch)` returns how many entries that mean covers, or uneven batches of ranks could not be weighed. With a
+    model of another framework it is called with batches of torch tensors and of that framework's arrays.
     """
+    return Loss(sum=ReturnedMean(count), count=count, by_row=False)
 
-    def total(output: Any, batch: Any) -> Any:
+
+@dataclass(frozen=True)
+class ReturnedMean:
+    """The mean that a model returned, times the count that it covers."""
+
+    count: Callable[[Any], Any]
+
+    def __call__(self, output: Any, batch: Any) -> Any:
+        """Return the sum over the batch."""
         mean = output if getattr(output, "ndim", None) == 0 else _loss_of(output)
-        number = loss.count_of(batch, 0)
-        return mean * number if number else _finite(mean) * 0  # a mean over nothing is NaN
+        number = Metric(sum=self, count=self.count).count_of(batch, 0)
+        return mean * number if number else self.finite(mean) * 0  # a mean over nothing is NaN
 
-    loss = Loss(sum=total, count=count, by_row=False)
-    return loss
-
-
-def _finite(mean: Any) -> Any:
-    return nan_to_num(mean) if is_mlx_array(mean) else mean.nan_to_num()
+    def finite(self, mean: Any) -> Any:
+        """Return the mean with 0 for NaN."""
+        return mean.nan_to_num()
 
 
 def _loss_of(output: Any) -> Any:
@@ -168,7 +171,8 @@ def _loss_of(output: Any) -> Any:
     return loss
 
 
-def _logits_of(output: Any) -> Any:
+def logits_of(output: Any) -> Any:
+    """Return the logits of a model's output: a tensor, or what has `.logits`."""
     if hasattr(output, "flatten"):  # it is the logits
         return output
     logits = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)

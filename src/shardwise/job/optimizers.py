@@ -1,4 +1,4 @@
-"""Optimizer factories: named parameters in, an optimizer out: torch's, or MLX's for parameters that are MLX arrays."""
+"""Optimizer factories: named parameters in, one of torch's optimizers out; an engine may adapt the ready-made ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.errors import JobError
-from shardwise.job.mlx_arrays import is_mlx_array
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,24 +36,13 @@ class AdamW:
     def __post_init__(self) -> None:
         _check_finite("adamw", lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
 
-    def __call__(self, named_parameters: Iterable[tuple[str, Parameter]]) -> Any:
-        """Make the optimizer: torch's, or MLX's for MLX arrays."""
-        named = list(named_parameters)
-        if named and is_mlx_array(named[0][1]):
-            return self._for_mlx(named)
+    def __call__(self, named_parameters: Iterable[tuple[str, Parameter]]) -> Optimizer:
+        """Make torch's optimizer."""
         from torch import optim
 
-        groups = decay_groups(named, self.weight_decay)
+        groups = decay_groups(named_parameters, self.weight_decay)
         kind = quickest_kind(groups, fused=self.fused, fuses_cut=True)
         return optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, **kind)
-
-    def _for_mlx(self, named: list[tuple[str, Any]]) -> Any:
-        from shardwise.job import mlx_optimizers as mlx
-
-        def make(weight_decay: float) -> mlx.AdamW:
-            return mlx.AdamW(self.lr, betas=list(self.betas), eps=self.eps, weight_decay=weight_decay)
-
-        return mlx.with_decay(named, self.weight_decay, make)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,27 +59,16 @@ class SGD:
     def __post_init__(self) -> None:
         _check_finite("sgd", lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
 
-    def __call__(self, named_parameters: Iterable[tuple[str, Parameter]]) -> Any:
-        """Make the optimizer: torch's, or MLX's for MLX arrays."""
-        named = list(named_parameters)
-        if named and is_mlx_array(named[0][1]):
-            return self._for_mlx(named)
+    def __call__(self, named_parameters: Iterable[tuple[str, Parameter]]) -> Optimizer:
+        """Make torch's optimizer."""
         from torch import optim
 
-        groups = decay_groups(named, self.weight_decay)
+        groups = decay_groups(named_parameters, self.weight_decay)
         kind = quickest_kind(groups, fused=self.fused, fuses_cut=False)
         optimizer = optim.SGD(groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, **kind)
         if self.momentum and kind.get("fused"):
             _begin_momentum(optimizer)
         return optimizer
-
-    def _for_mlx(self, named: list[tuple[str, Any]]) -> Any:
-        from shardwise.job import mlx_optimizers as mlx
-
-        def make(weight_decay: float) -> mlx.SGD:
-            return mlx.SGD(self.lr, momentum=self.momentum, nesterov=self.nesterov, weight_decay=weight_decay)
-
-        return mlx.with_decay(named, self.weight_decay, make)
 
 
 def decay_groups(named_parameters: Iterable[tuple[str, Parameter]], weight_decay: float) -> list[dict[str, Any]]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.models.decoder import Decoder, decoder
 from shardwise.models.encoder_decoder import byt5, t5
 from shardwise.models.resnet import ResNet, resnet18, resnet34, resnet50
 from shardwise.plans.catalogue import DecoderConfig
-
-if TYPE_CHECKING:
-    from shardwise.models import mlx as mlx
 
 __all__ = [
     "Decoder",
@@ -25,8 +22,11 @@ __all__ = [
     "t5",
 ]
 
+_OF_ENGINES = {"mlx": "shardwise.engines.mlx.models"}
+"""Models in other frameworks, imported at first use: those are extras, and do not survive a fork."""
+
 
 def __getattr__(name: str) -> Any:
-    if name == "mlx":  # at first use: mlx is an extra, and a process that will fork must not have it
-        return importlib.import_module("shardwise.models.mlx")
+    if name in _OF_ENGINES:
+        return importlib.import_module(_OF_ENGINES[name])
     raise AttributeError(f"module 'shardwise.models' has no attribute {name!r}")

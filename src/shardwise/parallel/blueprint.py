@@ -12,7 +12,6 @@ from torch.nn.parameter import is_lazy
 
 from shardwise.errors import JobError, some_of
 from shardwise.hardware import available_memory
-from shardwise.job.engine import is_mlx
 from shardwise.job.generators import seed_generators
 from shardwise.parallel.recompute import find_blocks
 from shardwise.parallel.skeleton import Skeleton, differing_values, generator_states, second_references, skeleton
@@ -196,15 +195,12 @@ def structure(make_model: Callable[[], nn.Module], seed: int) -> Skeleton:
 
 
 def _checked(model: object) -> nn.Module:
-    if is_mlx(model):
-        raise JobError(
-            "Job.model made a module of MLX, which engine torch does not train",
-            code="model.mlx-module",
-            fix="--set engine=mlx",
-        )
     if not isinstance(model, nn.Module):
+        kind = type(model)
         raise JobError(
-            f"Job.model made a {type(model).__name__}", code="model.not-a-module", fix="return a torch.nn.Module"
+            f"Job.model made a {kind.__module__}.{kind.__qualname__}, and the job's engine is torch",
+            code="job.model-not-of-engine",
+            fix='return a torch.nn.Module, or give Job(engine="mlx") for an mlx.nn.Module',
         )
     return model
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from shardwise.engines.engine import engine_named
 from shardwise.errors import JobError, some_of
 from shardwise.parallel.sharded import DTYPES
 from shardwise.parallel.skeleton import second_references
@@ -42,7 +43,7 @@ def check_parameters(module: nn.Module, plan: Plan, references: Iterable[tuple[s
     `references` are the (parameter, attribute) pairs of a model whose parameters were moved to the meta device, which
     cannot be found in it any more; without them they are looked up.
     """
-    is_replaced = plan.zero >= 2 or plan.layout.tp > 1 or plan.engine == "deepspeed"
+    is_replaced = plan.zero >= 2 or plan.layout.tp > 1 or engine_named(plan.engine).replaces_parameters
     # Such schedules compute gradients of weights apart, by torch.autograd.grad, which runs no hook of a parameter.
     splits_backward = plan.layout.pp > 1 and SCHEDULES[plan.pipeline.schedule].splits_backward
     is_hidden = is_replaced or plan.zero == 1 or plan.offload.optimizer != "none"
@@ -108,8 +109,8 @@ def copy_attributes(attributes: dict[str, Any], parameter: nn.Parameter) -> None
 
 
 def _name(plan: Plan) -> str:
-    if plan.engine == "deepspeed":
-        return "engine deepspeed"
+    if engine_named(plan.engine).replaces_parameters:
+        return f"engine {plan.engine}"
     return f"plan {plan.layout} with zero = {plan.zero}" if plan.zero else f"plan {plan.layout}"
 
 
@@ -307,7 +308,7 @@ def check_dtypes(module: nn.Module, plan: Plan, *, adapted: bool) -> None:
     held, computed = DTYPES[plan.precision.parameter], DTYPES[plan.precision.compute]
     named = [(name, weight) for name, weight in module.named_parameters() if weight.is_floating_point()]
     trained = [f"{name} ({_word(each)})" for name, each in named if each.requires_grad and each.dtype != held]
-    if trained and (adapted or (plan.zero >= 2 and plan.engine == "torch")):
+    if trained and (adapted or (plan.zero >= 2 and engine_named(plan.engine).uses_fsdp)):
         raise JobError(
             f"{some_of(trained)} with requires_grad, where the plan holds what it trains in {plan.precision.parameter}",
             code="model.trained-dtype-mismatch",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardwise.engines.engine import engine_named
 from shardwise.errors import PlanError
-from shardwise.parallel.support_deepspeed import check_deepspeed
-from shardwise.parallel.support_mlx import check_mlx
 from shardwise.planner.cost.stages import uses_ddp
 from shardwise.plans.pipeline import check_pipeline
 from shardwise.versions import package_version
@@ -20,12 +19,11 @@ __all__ = ["require_supported", "uses_ddp"]
 
 def require_supported(plan: Plan) -> None:
     """Refuse a plan that would train wrongly or not at all, naming the rule it breaks and the way out."""
-    if plan.engine == "deepspeed":
-        check_deepspeed(plan)
-        return
-    if plan.engine == "mlx":
-        check_mlx(plan)
-        return
+    engine_named(plan.engine).check(plan)
+
+
+def check_native(plan: Plan) -> None:
+    """Refuse a plan that torch's own wrappers would train wrongly or not at all."""
     _check_unbuilt(plan)
     _check_precision(plan)
     _check_sharding(plan)

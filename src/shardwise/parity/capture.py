@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from shardwise.data.loaders import dataset_of
 from shardwise.data.rows import settle_marks, tensors
-from shardwise.job.engine import is_mlx
+from shardwise.engines.engine import engine_named
 from shardwise.parallel.collectives import full_values
 from shardwise.parallel.gradsync import local
 from shardwise.parallel.keyed_draws import assign_places, draws_of
@@ -22,7 +22,6 @@ from shardwise.parallel.keyed_masks import FirstPass
 from shardwise.parity.prepare import Preparation, prepare_job
 from shardwise.parity.progress import PauseLimit, Pulse, watched
 from shardwise.parity.reference import PlainTraining, Variant, true_double, vary
-from shardwise.torch_private.modules import BatchNormBase
 from shardwise.training.build import build_step
 from shardwise.training.evaluate import evaluate
 
@@ -197,6 +196,7 @@ def _train(  # noqa: PLR0917 - positions of one private caller
     watch: _TrainingWatch
     step = build(job, plan, world, before_update=lambda: watch.gradients())  # noqa: PLW0108 - there is no watch yet
     watch = _TrainingWatch(world, step, folder, close_up, pulse)
+    watch.seen.has_batch_norm = engine_named(plan.engine).has_batch_norm(step.model)
     if variant is not None:
         variant.perturb(step)
     watch.values()
@@ -212,7 +212,7 @@ def _train(  # noqa: PLR0917 - positions of one private caller
 def _evaluate(job: Job, plan: Plan, world: World, step: Step | PlainTraining) -> dict[str, float]:
     """Return loss and metrics over the test split; communicates over the world, on every rank."""
     dataset = dataset_of(job, "test")
-    if dataset is None or isinstance(dataset, IterableDataset) or plan.engine == "mlx":
+    if dataset is None or isinstance(dataset, IterableDataset) or not engine_named(plan.engine).has_plain_reference:
         return {}
     if isinstance(step, PlainTraining):
         return step.evaluate(dataset)
@@ -229,7 +229,6 @@ class _TrainingWatch:
             rank=world.rank,
             held=_elements(step.held().values.values()),
             optimized=_elements(each for group in step.optimized.param_groups for each in group["params"]),
-            has_batch_norm=_has_batch_norm(step.model),
         )
         self._world = world
         self._step = step
@@ -300,14 +299,6 @@ def _watch_draws(step: Step | PlainTraining) -> FirstPass | None:
     assign_places(step.model, staged=False)
     draws = draws_of(step.model)
     return None if draws is None else FirstPass(step.model, draws)
-
-
-def _has_batch_norm(model: Any) -> bool:
-    if not is_mlx(model):
-        return any(isinstance(module, BatchNormBase) for module in model.modules())
-    from shardwise.parity.mlx_jobs import has_batch_norm
-
-    return has_batch_norm(model)
 
 
 def _prints(named: Iterable[tuple[str, Tensor]]) -> Prints:

@@ -23,6 +23,7 @@ from shardwise.checkpoint import CheckpointFolder
 from shardwise.checkpoint.disk import TEMPORARY
 from shardwise.checkpoint.errors import name_of, parse_name
 from shardwise.data.rows import CountedCollate, RowMarks, num_rows, settle_marks, stack_samples, tensors
+from shardwise.engines.engine import engine_named
 from shardwise.errors import InputError, TrainingError
 from shardwise.job.generators import untouched_generators
 from shardwise.parallel.collectives import full_values
@@ -185,25 +186,11 @@ def _watched(job: Job, log: IO[bytes], after_step: Callable[[int], None] | None,
 
     return dataclasses.replace(
         job,
-        loss=dataclasses.replace(job.loss, sum=_seeing(look, job.loss.sum, engine)),
+        loss=dataclasses.replace(job.loss, sum=engine_named(engine).observe_loss(look, job.loss.sum)),
         on_step=on_step,
         collate=partial(marks.collate, job),
         data=lambda split: job.data(split) if split == "train" else None,
     )
-
-
-def _seeing(look: Callable[[Any], None], total: Callable[[Any, Any], Any], engine: str) -> Callable[[Any, Any], Any]:
-    """Return the loss `total` with a look at each batch."""
-    if engine == "mlx":
-        from shardwise.parity.mlx_jobs import seeing
-
-        return seeing(look, total)
-
-    def looked_at(output: Any, batch: Any) -> Any:
-        look(batch)
-        return total(output, batch)
-
-    return looked_at
 
 
 def _end(world: World, folder: LifeFolder, checkpoints: Path, kill: Kill) -> Callable[[int], None] | None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Literal
 
+from shardwise.engines.engine import engine_named
 from shardwise.errors import InputError
 from shardwise.job.overrides import parse_overrides
-from shardwise.planner.settle import MLX, LocalDevice, settle, with_engine
+from shardwise.planner.settle import LocalDevice, settle, with_engine
 from shardwise.plans import Plan, Precision
 from shardwise.plans.pipeline import SCHEDULES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from shardwise.job.engine import MadeFor
+    from shardwise.job.job import Framework
 
 Exact = Literal["fp64", "fp32"]
 
@@ -110,18 +111,18 @@ def parse_plans(text: str) -> list[str]:
     return names
 
 
-def settle_plan(text: str, *, batch_size: int, nproc: int, made_for: MadeFor = "torch") -> Plan:
-    """Settle SPEC+KEY=VALUE+... for a batch on this many CPU ranks, for a model that is torch's or MLX's."""
+def settle_plan(text: str, *, batch_size: int, nproc: int, framework: Framework = "torch") -> Plan:
+    """Settle SPEC+KEY=VALUE+... for a batch on this many CPU ranks, for a model of this framework."""
     spec, *settings = text.split("+")
     overrides = parse_overrides(settings)
-    device = MLX if made_for == "mlx" else LocalDevice()
+    device = engine_named(framework).local_device("cpu") or LocalDevice()
     return settle(spec, batch_size=batch_size, world_size=nproc, device=device, overrides=overrides)
 
 
-def one_process(batch_size: int, *, dtype: Exact, accumulation: int = 1, made_for: MadeFor = "torch") -> Plan:
+def one_process(batch_size: int, *, dtype: Exact, accumulation: int = 1, framework: Framework = "torch") -> Plan:
     """Return the plan of the process that others are compared with."""
     plan = Plan.preset("ddp", 1, batch_size=batch_size, accumulation=accumulation)
-    return with_engine(in_precision(plan, dtype), made_for)
+    return with_engine(in_precision(plan, dtype), framework)
 
 
 def in_precision(plan: Plan, dtype: Exact) -> Plan:
@@ -131,8 +132,8 @@ def in_precision(plan: Plan, dtype: Exact) -> Plan:
 
 
 def measured_in(plan: Plan, asked: Exact) -> Exact:
-    """Return the dtype a plan is compared in: DeepSpeed has no fp64."""
-    return "fp32" if plan.engine == "deepspeed" else asked
+    """Return the dtype a plan is compared in: fp32 where its engine has no fp64."""
+    return asked if engine_named(plan.engine).has_fp64 else "fp32"
 
 
 def changed_numbers(plan: Plan, *, has_batch_norm: bool) -> dict[str, float]:

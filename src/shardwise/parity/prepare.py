@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset, Subset
 
+from shardwise.engines.engine import engine_named
 from shardwise.errors import InputError, JobError
 from shardwise.job import Job, JobReference, load_job
-from shardwise.job.engine import is_mlx
 from shardwise.models import Decoder
 from shardwise.planner.job_plan import split_settings
 from shardwise.torch_private.modules import DropoutBase
@@ -123,6 +123,7 @@ class PreparedModel:
 
     def __init__(self, job: Job, preparation: Preparation) -> None:
         self._make = job.model
+        self._engine = engine_named(job.engine)
         self._shrinks = preparation.shrink
         self._silences = not preparation.dropout and job.masks == "drawn"
         self.silenced = self._silences and job.lora is not None and job.lora.dropout > 0
@@ -134,10 +135,7 @@ class PreparedModel:
             for module, name in dropouts(made):
                 setattr(module, name, 0.0)
                 self.silenced = True
-            if is_mlx(made):
-                from shardwise.parity.mlx_jobs import silence_dropout
-
-                silence_dropout(made)
+            self._engine.silence_dropout(made)
         plain_experts(made)
         return made
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shardwise.doctor.guard.straggler import Crowding, look_at_cores
+from shardwise.engines.engine import engine_named
 from shardwise.errors import RankFailedError
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def pause_limit(plan: Plan, longest_s: float, timeout_s: float) -> PauseLimit:
     """Return the limit for ranks of `plan`, where `longest_s` is the longest pause of one process."""
     ranks_per_core = max(1.0, plan.layout.world_size / (os.cpu_count() or 1))
     usual_s = min(timeout_s, max(LEAST_S, _TIMES * longest_s * ranks_per_core))
-    builds_more = plan.compile != "none" or plan.engine != "torch"
+    builds_more = plan.compile != "none" or engine_named(plan.engine).is_slow_to_start
     return PauseLimit(usual_s=usual_s, first_s=timeout_s if builds_more else None)
 
 

@@ -110,7 +110,7 @@ def _other_worlds(
 
 def _settle_on(runner: ParityRunner, name: str, size: int, *, usual: int) -> Plan:
     """Settle a plan on another number of ranks: by its name, or refitted from the usual number."""
-    settle = partial(settle_plan, name, batch_size=runner.batch_size, made_for=runner.made_for)
+    settle = partial(settle_plan, name, batch_size=runner.batch_size, framework=runner.framework)
     try:
         return settle(nproc=size)
     except InputError:

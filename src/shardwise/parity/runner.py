@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from shardwise.dist import local_world, world
+from shardwise.engines.engine import engine_named
 from shardwise.errors import InputError, TrainingError
 from shardwise.launcher.local.function import run_forked
 from shardwise.launcher.mpirun import run_by_mpirun
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from shardwise.dist import World
-    from shardwise.job.engine import MadeFor
+    from shardwise.job.job import Framework
     from shardwise.layout import Layout
     from shardwise.parity.prepare import Preparation
     from shardwise.parity.spec import Finding
@@ -74,7 +75,7 @@ class ParityRunner:
     timeout_s: float
     backend: str = "gloo"
     """Of plans on several ranks; one process needs none."""
-    made_for: MadeFor = "torch"
+    framework: Framework = "torch"
     """Whose module the job's model is."""
     _ones: dict[tuple[Exact, Variant, int], Record] = field(default_factory=dict)
     _lower: dict[tuple[Precision, bool, Variant], Record] = field(default_factory=dict)
@@ -131,15 +132,14 @@ class ParityRunner:
     def one(
         self, dtype: Exact, variant: Variant | None = None, *, close_up: int | None = None, steps: int | None = None
     ) -> Record:
-        """Train in one process, or remember it: plain PyTorch, or for a model of MLX that engine."""
+        """Train in one process, or remember it: in plain PyTorch, or by an engine that has no such reference itself."""
         variant = variant or Variant()
         key = dtype, variant, steps or self.preparation.steps
         if key not in self._ones or close_up is not None:
-            plan = one_process(self.batch_size, dtype=dtype, made_for=self.made_for)
+            plan = one_process(self.batch_size, dtype=dtype, framework=self.framework)
+            plain = engine_named(self.framework).has_plain_reference
             try:
-                self._ones[key] = self.run(
-                    plan, variant=variant, close_up=close_up, steps=steps, plain=self.made_for == "torch"
-                )
+                self._ones[key] = self.run(plan, variant=variant, close_up=close_up, steps=steps, plain=plain)
             except InputError:
                 raise
             except Exception as error:
@@ -157,7 +157,7 @@ class ParityRunner:
         """
         key = plan.precision, plan.fused_loss, variant
         if key not in self._lower:
-            alone = one_process(self.batch_size, dtype="fp32", made_for=self.made_for)
+            alone = one_process(self.batch_size, dtype="fp32", framework=self.framework)
             rounding = dataclasses.replace(alone, precision=plan.precision, fused_loss=plan.fused_loss)
             self._lower[key] = self.run(rounding, variant=variant)
         return self._lower[key]
@@ -171,7 +171,8 @@ class ParityRunner:
         except TrainingError as error:
             self.one("fp32")  # raises when that fails as well: then fp64 is not the reason
             reason = str(error.__cause__).splitlines()[0]
-            trainer = "MLX" if self.made_for == "mlx" else "one process"
+            engine = engine_named(self.framework)
+            trainer = "one process" if engine.has_plain_reference else engine.title
             return "fp32", (f"compared in fp32: {trainer} does not train this model in fp64 ({reason})",)
         if dtype not in {"", "float64"}:
             return "fp32", (f"compared in fp32: the model casts, its loss in fp64 comes out as {dtype}",)

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shardwise.bench.ranks import require_backend
-from shardwise.engines.available import preload_engine, require_engine
+from shardwise.engines.engine import engine_named
 from shardwise.errors import InputError
 from shardwise.job import Job
-from shardwise.job.engine import engine_of
 from shardwise.launcher.local.function import run_forked
 from shardwise.parallel.support import require_supported
 from shardwise.parity.bands import exact_counterpart, loss_band_gaps, no_exact_cause, rounding_gaps, rounds_in
@@ -28,7 +27,6 @@ from shardwise.parity.plans import (
     in_precision,
     measured_in,
     named_plans,
-    one_process,
     settle_plan,
 )
 from shardwise.parity.prepare import Preparation, job_name, job_source, source_job
@@ -42,8 +40,7 @@ from shardwise.spec import signature_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from shardwise.job.engine import MadeFor
-    from shardwise.job.job import Masks
+    from shardwise.job.job import Framework, Masks
     from shardwise.parity.capture import Traced
     from shardwise.parity.compare import Comparison, Limits
     from shardwise.plans import Plan
@@ -91,11 +88,11 @@ def verify_job(
     preload()
     # In a fork: a job file may run tensor operations when it is loaded, and this process must stay fit to be forked.
     facts = run_forked(lambda _: _facts(source_job(source)), 1, timeout_s=spec.timeout_s)[0]
-    batch_size, masks, made_for = facts
-    require_engine(one_process(batch_size, dtype=spec.precision, made_for=made_for))
+    batch_size, masks, framework = facts
+    engine_named(framework).require()
     names = all_plans(nproc) if named is None else named
     if named is not None:
-        _check_plans(names, batch_size=batch_size, nproc=nproc, made_for=made_for)
+        _check_plans(names, batch_size=batch_size, nproc=nproc, framework=framework)
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as folder:
         runner = ParityRunner(
@@ -104,7 +101,7 @@ def verify_job(
             folder=Path(folder),
             timeout_s=spec.timeout_s,
             backend=spec.backend,
-            made_for=made_for,
+            framework=framework,
         )
         precision, notes = runner.exact(spec.precision)
         one = runner.one(precision).traced[0]
@@ -139,17 +136,18 @@ def _coverage(one: Traced, batch_size: int) -> tuple[str, ...]:
     return ()
 
 
-def _check_plans(names: Sequence[str], *, batch_size: int, nproc: int, made_for: MadeFor) -> None:
+def _check_plans(names: Sequence[str], *, batch_size: int, nproc: int, framework: Framework) -> None:
     """Refuse plans that cannot be tried, before any process starts, and import once what their engines need."""
     for name in names:
-        plan = settle_plan(name, batch_size=batch_size, nproc=nproc, made_for=made_for)
-        require_supported(plan)
-        require_engine(plan)
-        preload_engine(plan)
+        plan = settle_plan(name, batch_size=batch_size, nproc=nproc, framework=framework)
+        engine = engine_named(plan.engine)
+        engine.check(plan)
+        engine.require()
+        engine.preload()
 
 
-def _facts(job: Job) -> tuple[int, Masks, MadeFor]:
-    return job.batch_size, job.masks, engine_of(job)
+def _facts(job: Job) -> tuple[int, Masks, Framework]:
+    return job.batch_size, job.masks, job.engine
 
 
 def judge(
@@ -157,7 +155,7 @@ def judge(
 ) -> PlanVerdict:
     """Train one plan and give a verdict; whatever a rank raises is part of it."""
     try:
-        plan = settle_plan(name, batch_size=runner.batch_size, nproc=nproc, made_for=runner.made_for)
+        plan = settle_plan(name, batch_size=runner.batch_size, nproc=nproc, framework=runner.framework)
         require_supported(plan)
         precision = measured_in(plan, precision)
         changes = changed_numbers(plan, has_batch_norm=runner.one(precision).traced[0].has_batch_norm)
@@ -209,7 +207,7 @@ def _judge_by_value(runner: ParityRunner, name: str, plan: Plan, precision: Exac
         return msgspec.structs.replace(verdict, measure=verdict.measure + note)
     if comparison.first is None:
         findings = [*not_applied(plan, record.traced), *_mask_findings(runner, plan, precision)]
-    elif plan.engine == "mlx":
+    elif not engine_named(plan.engine).has_plain_reference:
         evidence = f"{comparison.first} parted first; causes are looked for in models of torch alone"
         findings = [Finding(cause="not known", evidence=evidence)]
     else:
@@ -243,7 +241,8 @@ def _measure(precision: Exact, limits: Limits) -> str:
 
 def _mask_findings(runner: ParityRunner, plan: Plan, precision: Exact) -> list[Finding]:
     """Look at drawn dropout masks, which are off while numbers are compared, in one more step with dropout on."""
-    if plan.layout.world_size == 1 or plan.engine == "mlx" or not runner.one(precision).traced[0].silenced:
+    can_look = plan.layout.world_size > 1 and engine_named(plan.engine).has_plain_reference
+    if not can_look or not runner.one(precision).traced[0].silenced:
         return []
     finding = runner.mask_finding(plan)
     return [] if finding is None else [finding]
@@ -251,7 +250,7 @@ def _mask_findings(runner: ParityRunner, plan: Plan, precision: Exact) -> list[F
 
 def not_applied(plan: Plan, traced: Sequence[Traced]) -> list[Finding]:
     """Name the axes that were to cut the model and did not: whole copies give equal numbers and save nothing."""
-    cuts_weights = plan.zero == 3 or (plan.zero == 2 and plan.engine == "torch")
+    cuts_weights = plan.zero == 3 or (plan.zero == 2 and engine_named(plan.engine).uses_fsdp)
     findings = []
     for axis in ("pp", "tp", "shard"):
         is_splitting = axis != "shard" or cuts_weights

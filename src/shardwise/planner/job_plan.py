@@ -5,28 +5,27 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from shardwise.engines.available import require_engine
+from shardwise.engines.engine import engine_for, engine_named
 from shardwise.errors import InputError, LaunchError, nearest
 from shardwise.hardware import probe_gpus
 from shardwise.job import Job, Lora, refer
-from shardwise.job.engine import engine_of
 from shardwise.job.optimizers import SGD, AdamW
 from shardwise.job.overrides import parse_overrides
 from shardwise.job.schedules import Constant, Cosine, Linear
-from shardwise.parallel.support import require_supported
-from shardwise.planner.settle import MLX, LocalDevice, searching, settle
+from shardwise.planner.settle import LocalDevice, searching, settle
 from shardwise.plans import Plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from shardwise.job import JobReference
-    from shardwise.job.engine import MadeFor
+    from shardwise.job.job import Framework
 
 
 def split_settings(job: str, settings: Sequence[str]) -> tuple[JobReference, dict[str, str]]:
     """Return the reference of a job with the --set that are fields of Job, and the --set that are fields of Plan."""
-    job_fields = {field.name for field in dataclasses.fields(Job)}
+    # A job is written for its engine; --set chooses the plan's.
+    job_fields = {field.name for field in dataclasses.fields(Job)} - {"engine"}
     plan_fields = {field.name for field in dataclasses.fields(Plan)} - {"version", "sources"}
     of_job, of_plan = dict[str, str](), dict[str, str]()
     for key, value in parse_overrides(tuple(settings)).items():
@@ -69,16 +68,11 @@ def keys_ending_in(name: str, keys: frozenset[str]) -> list[str]:
     return sorted(key for key in keys if key.rpartition(".")[2] == last)
 
 
-def local_device(asked: str | None, nproc: int, made_for: MadeFor = "torch") -> LocalDevice:
-    """Return what settling must know of the GPUs, without touching CUDA; MLX finds its device by itself."""
-    if made_for == "mlx":
-        if asked == "cuda":
-            raise LaunchError(
-                "--device cuda, but the job's model is MLX's, which finds its device",
-                code="support.mlx-device",
-                fix="leave it out",
-            )
-        return MLX
+def local_device(asked: str | None, nproc: int, framework: Framework = "torch") -> LocalDevice:
+    """Return what settling must know of the GPUs, without touching CUDA; an engine may find its device itself."""
+    found = engine_named(framework).local_device(asked)
+    if found is not None:
+        return found
     gpus = probe_gpus() if asked != "cpu" else ()
     if not gpus:
         if asked == "cuda":
@@ -105,8 +99,9 @@ def settle_job_plan(job: Job, plan: str, *, world_size: int, device: LocalDevice
         overrides=overrides,
         choose=searching(job),
     )
-    require_supported(settled)
-    require_engine(settled)
+    engine = engine_for(job, settled)
+    engine.check(settled)
+    engine.require()
     return settled
 
 
@@ -122,4 +117,4 @@ def check_model_fits(job: Job, plan: Plan) -> None:
 
 def engine_device(job: Job, asked: str | None, nproc: int) -> LocalDevice:
     """Return the device of the ranks of this job on this machine."""
-    return local_device(asked, nproc, engine_of(job))
+    return local_device(asked, nproc, job.engine)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.errors import PlanError, nearest
-from shardwise.job.engine import engine_of
 from shardwise.job.overrides import literal, replace_at
 from shardwise.plans.batch import fill_pipeline, split_batch
 from shardwise.plans.plan import Plan, Precision, preset_degrees
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from shardwise.job import Job
-    from shardwise.job.engine import MadeFor
+    from shardwise.job.job import Framework
     from shardwise.plans.plan import DType
 
 Chooser = Callable[[int], tuple[Plan | None, str]]
@@ -30,17 +29,15 @@ BATCH_KEYS = ("micro_batch", "accumulation")
 
 @dataclass(frozen=True, kw_only=True)
 class LocalDevice:
-    """What settling must know of the device: its kind, whether it computes in bf16, and whether MLX runs it."""
+    """What settling must know of the device: its kind, whether it computes in bf16, and which engine uses it."""
 
     kind: Literal["cpu", "cuda"] = "cpu"
     has_bf16: bool = False
     name: str = "CPU"
-    engine: MadeFor = "torch"
-    """What the job's model is made for."""
-
-
-MLX = LocalDevice(name="MLX", engine="mlx")
-"""What MLX computes on, its GPU on Apple silicon; torch keeps count on the CPU."""
+    engine: Framework = "torch"
+    """What the job's model is written for."""
+    default_reason: str = "auto: the simplest, on a CPU"
+    """Why "auto" is ddp where no plan is searched."""
 
 
 def settle(
@@ -70,21 +67,12 @@ def settle(
     return _settle_batch(plan, batch_size, batch_overrides, fixed=searched or spec.endswith(".toml"))
 
 
-def with_engine(plan: Plan, made_for: MadeFor) -> Plan:
-    """Return a plan with the engine that the job's model is made for, unless someone has said which to take."""
-    if made_for == "torch" or plan.engine != "torch" or "engine" in plan.sources:
+def with_engine(plan: Plan, engine: Framework) -> Plan:
+    """Return a plan with the job's engine, unless the plan's own was chosen."""
+    is_chosen = plan.engine != Plan.engine or "engine" in plan.sources
+    if is_chosen or plan.engine == engine:
         return plan
-    return dataclasses.replace(
-        plan, engine=made_for, sources={**plan.sources, "engine": "auto: the model is an mlx.nn.Module"}
-    )
-
-
-def with_engine_of(plan: Plan, job: Job) -> Plan:
-    """Return a plan with the engine of the job's model, which is looked at where nobody has said, and only once."""
-    if plan.engine != "torch" or "engine" in plan.sources:
-        return plan
-    found = with_engine(plan, engine_of(job))
-    return dataclasses.replace(found, sources={"engine": "auto: the model is no mlx.nn.Module", **found.sources})
+    return dataclasses.replace(plan, engine=engine, sources={**plan.sources, "engine": "the job's engine"})
 
 
 def searching(job: Job) -> Chooser:
@@ -104,10 +92,8 @@ def _named(spec: str, world_size: int, device: LocalDevice, choose: Chooser | No
         return read_plan(Path(spec)), False
     if spec != "auto":
         return _preset(spec, f"preset {spec}", world_size, device), False
-    if device.engine == "mlx":
-        return _preset("ddp", "auto: MLX trains replicas", world_size, device), False
     if device.kind == "cpu" or choose is None:
-        return _preset("ddp", "auto: the simplest, on a CPU", world_size, device), False
+        return _preset("ddp", device.default_reason, world_size, device), False
     plan, why = choose(world_size)
     if plan is not None:
         return plan, True

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import functools
 import importlib
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from shardwise.engines import RECORDED_MODULES
 from shardwise.environment import adopt, identify, variables
 from shardwise.recorder.imports import be_deterministic, take_asked, when_imported
 from shardwise.recorder.replicas import record_replicas, record_separate_steps
 from shardwise.recorder.torch_calls import record_batches, record_collectives, record_functional
-from shardwise.runs.calls import CallRing, GroupKey, Operation, pack
+from shardwise.runs.calls import CallRing
 from shardwise.torch_private.runtime import FUNCTIONAL_COLLECTIVES
 
 if TYPE_CHECKING:
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 
 
 _C10D = "torch.distributed.distributed_c10d"
-_WAITS = "shardwise.engines.mlx.waits"
-"""The module through which steps of MLX begin and are waited for."""
-_STEP = Operation("the sums of step", "", "", "")
 STACKS_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else 0
 """Has a rank write the stacks of its threads down; a real-time signal, since scripts use those with names."""
 
@@ -55,9 +53,13 @@ def start_record(run: RunDirectory, rank: int, world_size: int) -> None:
             _C10D: lambda: _record(ring, world_size),
             "torch.utils.data.dataloader": lambda: record_batches(ring),
             "torch.optim.optimizer": lambda: record_separate_steps(ring, world_size),
-            _WAITS: lambda: record_steps(ring, world_size, sys.modules[_WAITS]),
+            **{name: partial(_record_engine, name, ring, world_size) for name in RECORDED_MODULES},
         }
     )
+
+
+def _record_engine(module: str, ring: CallRing, world_size: int) -> None:
+    sys.modules[module].record(ring, world_size)
 
 
 def _record(ring: CallRing, world_size: int) -> None:
@@ -124,33 +126,3 @@ def start_here() -> None:
     # Where the user has none this raises ModuleNotFoundError, and must: Python takes that to mean that there is no
     # sitecustomize, and reports an import that succeeded without its module as an error.
     importlib.import_module("sitecustomize")
-
-
-def record_steps(ring: CallRing, world_size: int, waits: Any) -> None:
-    """Record each step of MLX as one call of all ranks: no process group of torch sees its sums over ranks.
-
-    Wraps `begin` and `finish` of the module `waits`; a rank alone waits for nobody.
-    """
-    if world_size == 1:
-        return
-    what = pack(ring.intern(GroupKey("mlx", 0, tuple(range(world_size)))), ring.intern(_STEP), 0)
-    under_way: dict[int, int] = {}
-    begin, finish = waits.begin, waits.finish
-
-    @functools.wraps(begin)
-    def begun(step: int, *arrays: Any) -> None:
-        number = under_way[step] = ring.issue(step + 1, what)
-        begin(step, *arrays)
-        ring.release(number)
-
-    @functools.wraps(finish)
-    def finished(step: int, array: Any) -> None:
-        number = under_way.pop(step, None)
-        if number is None:
-            finish(step, array)
-            return
-        ring.wait(number)
-        finish(step, array)
-        ring.leave(number)  # one that failed is never left: it is where its rank came to grief
-
-    waits.begin, waits.finish = begun, finished

@@ -9,10 +9,10 @@ import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from shardwise.engines.engine import engine_named
 from shardwise.environment import MPI_STARTERS, Identity, identify
 from shardwise.errors import InputError, JobError, LaunchError, ShardwiseError
 from shardwise.job import Job, JobReference, load_job
-from shardwise.job.engine import engine_of
 from shardwise.launcher.local.attempts import Launched, LocalLaunch
 from shardwise.launcher.local.attempts import launch as launch_local
 from shardwise.launcher.nodes.node import NodesSpec, join_run, node_facts
@@ -20,7 +20,7 @@ from shardwise.launcher.nodes.rounds import launch_nodes
 from shardwise.monitor.sinks import SinkSpec, parse_sink
 from shardwise.parallel.support import uses_ddp
 from shardwise.planner.job_plan import check_model_fits, engine_device, settle_job_plan, split_settings
-from shardwise.planner.settle import MLX, LocalDevice
+from shardwise.planner.settle import LocalDevice
 from shardwise.plans import Plan
 from shardwise.plans.toml import plan_to_toml
 from shardwise.recorder.imports import be_deterministic
@@ -271,15 +271,12 @@ def _train_in_world(
     from shardwise.dist import world
     from shardwise.training.loop import train as train_here
 
-    made_for = engine_of(job)
-    if made_for == "mlx" and spec.place.backend == "mpi":
-        from shardwise.engines.mlx.mpi import mpi_group
-
-        mpi_group()  # first: MLX would not join an MPI that the world has started
-    with world(backend=spec.place.backend, device="cpu" if made_for == "mlx" else spec.place.device) as here:
+    engine = engine_named(job.engine)
+    engine.prepare_rank(spec.place.backend)
+    with world(backend=spec.place.backend, device=engine.world_device(spec.place.device)) as here:
 
         def prepare() -> tuple[Plan, RunDirectory]:
-            device = _device_of(here) if made_for == "torch" else MLX
+            device = engine.local_device(None) or _device_of(here)
             plan = settle_job_plan(job, spec.plan, world_size=here.size, device=device, overrides=plan_overrides)
             run = create_run(spec.run_dir, reference.name)
             write_run_inputs(run, reference, plan)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.data.feed import Feed
-from shardwise.engines.deepspeed.build import build_deepspeed_step
+from shardwise.engines.engine import engine_for
 from shardwise.errors import JobError
 from shardwise.job.generators import seed_generators
 from shardwise.job.schedules import check_schedule
@@ -41,7 +40,7 @@ from shardwise.parallel.support import uses_ddp
 from shardwise.parallel.tensor_gradients import refuse_unequal, unequal_gradients
 from shardwise.parallel.tensor_rules import find_rules
 from shardwise.parallel.weights import BuiltWeights, share_values
-from shardwise.planner.settle import with_engine_of
+from shardwise.planner.settle import with_engine
 from shardwise.plans.pipeline import split_layers
 from shardwise.training.preflight import check_fit, check_own_loop
 from shardwise.training.reading import RankLoader, make_loader, token_cut
@@ -85,25 +84,51 @@ def build_step(
     `first_step` is where in the stream of samples to begin, for a training that goes on; `mark(phase, step)` is told
     when data, forward, backward and optimizer begin, on the host.
     """
-    plan = with_engine_of(plan, job)
+    plan = with_engine(plan, job.engine)
+    engine = engine_for(job, plan)
     check_fit(job, plan, world)
-    surround = partial(
-        _surround, job, plan, world, first_step=first_step, before_update=before_update, mark=mark, note=note
-    )
-    if plan.engine == "mlx":
-        from shardwise.engines.mlx.build import build_mlx_step  # an extra: imported for its own jobs alone
+    engine.check_world(world)
+    context = BuildContext(first_step=first_step, before_update=before_update, mark=mark, note=note)
+    return engine.build(job, plan, world, context)
 
-        return build_mlx_step(job, plan, world, surround(fill=False), note=note)
+
+@dataclass(frozen=True, kw_only=True)
+class BuildContext:
+    """What every engine's step gets besides job, plan and world."""
+
+    first_step: int
+    before_update: Callable[[], None] | None
+    mark: Mark | None
+    note: Callable[[str], None]
+
+    def step_context(self, job: Job, plan: Plan, world: World, *, fill: bool) -> StepContext:
+        """Return the step's data, length and hooks; communicates to join the readers.
+
+        `fill` is whether short micro-batches are padded by repeating rows.
+        """
+        # On the host and by itself: its collectives run a step ahead of, and so beside, those of the model.
+        feed_group = world.axis_group(plan.layout, ("replicate", "shard"), on_host=True)
+        feed, length = make_feed(job, plan, world, feed_group, self.first_step, fill=fill)
+        check_schedule(job.schedule, length.num_steps)
+        return StepContext(
+            feed=feed,
+            length=length,
+            first_step=self.first_step,
+            reports_loss=plan.layout.tells_loss(world.rank),
+            before_update=self.before_update,
+            mark=tell(self.mark, nvtx_ranges()),
+            note=self.note,
+        )
+
+
+def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) -> Step:
+    """Make the Step of torch's own wrappers; called on every rank, communicates over the world."""
     place = find_place(plan, world)
     blueprint = draw_up(job, plan, world)
-    around = surround(fill=not foreign_batch_norms(blueprint.module))
-    seed = job.seed + 1 + plan.layout.draw_index(world.rank)
-    if plan.engine == "deepspeed":
-        step = build_deepspeed_step(job, plan, place, blueprint, around, local_rank=world.local_rank)
-        seed_generators(seed)
-        return step
+    around = context.step_context(job, plan, world, fill=not foreign_batch_norms(blueprint.module))
     cut, model = _lay_out(job, blueprint, plan, place)
-    seed_generators(seed)  # readers draw different dropout masks, whatever the model's init drew
+    # Readers draw different dropout masks, whatever the model's initialization drew.
+    seed_generators(job.seed + 1 + plan.layout.draw_index(world.rank))
     named = parameters_of(model)
     stage = f"pipeline stage {place.coordinate.pp}"
     trainable = trainable_of(named, owner="the model" if cut is None else stage)
@@ -121,41 +146,14 @@ def build_step(
         update=_make_update(job, plan, world, model, sync.gain),
         autocast=Autocast(device_type=world.device.type, dtype=LOWER.get(plan.precision.compute)),
         origin=blueprint.weights.words if blueprint.weights is not None else "",
-        after_first_backward=_first_check(named, plan, world, note, sync),
-        batch_checks=_batch_checks(job, model, plan, world, note),
+        after_first_backward=_first_check(named, plan, world, context.note, sync),
+        batch_checks=_batch_checks(job, model, plan, world, context.note),
         **vars(around),
     )
     watch_forward(stages_of(model), plan, parts.optimized)
     if cut is None:
-        return plain_step(job, model, parts, plan=plan, note=note)
+        return plain_step(job, model, parts, plan=plan, note=context.note)
     return PipelineStep(job, stages_of(model), parts, cut=cut, plan=plan, place=place)  # type: ignore[arg-type]
-
-
-def _surround(
-    job: Job,
-    plan: Plan,
-    world: World,
-    *,
-    fill: bool,
-    first_step: int,
-    before_update: Callable[[], None] | None,
-    mark: Mark | None,
-    note: Callable[[str], None],
-) -> StepContext:
-    """Return what the step is told of besides its model; communicates to join the readers."""
-    # On the host and by itself: its collectives run a step ahead of, and so beside, those of the model.
-    feed_group = world.axis_group(plan.layout, ("replicate", "shard"), on_host=True)
-    feed, length = make_feed(job, plan, world, feed_group, first_step, fill=fill)
-    check_schedule(job.schedule, length.num_steps)
-    return StepContext(
-        feed=feed,
-        length=length,
-        first_step=first_step,
-        reports_loss=plan.layout.tells_loss(world.rank),
-        before_update=before_update,
-        mark=tell(mark, nvtx_ranges()),
-        note=note,
-    )
 
 
 def make_feed(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from shardwise.checkpoint.convert.peft import write_adapters
@@ -19,7 +20,6 @@ from shardwise.data.feed import MicroBatch
 from shardwise.data.loaders import StreamShare, dataset_length
 from shardwise.data.rows import Collated, CountedCollate, fill_rows, move
 from shardwise.errors import JobError
-from shardwise.job.engine import is_mlx
 from shardwise.job.generators import untouched_generators
 from shardwise.job.lora import is_adapter
 from shardwise.parallel.collectives import full_values, stages_of
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import IO
 
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.utils.data import Dataset
 
     from shardwise.dist import World
@@ -125,11 +125,11 @@ def export(model: nn.Module, path: Path | str) -> None:
     `torch.load(path, weights_only=True)` reads it without shardwise. The file appears whole or not at all, replacing
     one that is there; if it cannot be written, every rank raises the same CheckpointError.
     """
-    if is_mlx(model):
+    if not isinstance(model, nn.Module):
         raise JobError(
-            "export writes models of torch, and this one is MLX's",
-            code="support.mlx-export",
-            fix='use model.save_weights("model.safetensors"), or weights.pt of the run',
+            f"export writes torch modules, and this is a {type(model).__module__}.{type(model).__qualname__}",
+            code="support.export-not-torch",
+            fix='use weights.pt of the run, or of an mlx.nn.Module model.save_weights("model.safetensors")',
         )
     write_weights(whole_weights(model), path)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardwise.engines.engine import engine_named
 from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
@@ -212,7 +213,8 @@ def _options(plan: Plan, num_trained: int) -> Iterator[list[str]]:
     for name in ("engine", "recompute", "compile", "capture", "fused_loss", "sequence_parallel", "offload", "pipeline"):
         value = getattr(plan, name)
         if value != getattr(default, name) or (name == "pipeline" and plan.layout.pp > 1):
-            yield [name.replace("_", " "), _shown(value), plan.source(name)]
+            shown = engine_named(plan.engine).describe() if name == "engine" else _shown(value)
+            yield [name.replace("_", " "), shown, plan.source(name)]
     if plan.communication.sync_every > 1:
         yield ["low communication", _rounds(plan), plan.source("communication.sync_every")]
     if plan.zero >= 2 and plan.accumulation > 1:
@@ -244,11 +246,7 @@ def sync_trade(plan: Plan, num_trained: int) -> str:
 
 
 def _shown(value: object) -> str:
-    """A section as its fields, engine mlx with its version and device, anything else as itself."""
-    if value == "mlx":
-        from shardwise.engines.mlx.words import engine_words
-
-        return engine_words()
+    """A section as its fields, anything else as itself."""
     if not dataclasses.is_dataclass(value):
         return str(value)
     return ", ".join(f"{field.name} {getattr(value, field.name)}" for field in dataclasses.fields(value))

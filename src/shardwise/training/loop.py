@@ -9,7 +9,7 @@ import msgspec
 
 from shardwise.data.loaders import dataset_of
 from shardwise.errors import TrainingError
-from shardwise.planner.settle import with_engine_of
+from shardwise.planner.settle import with_engine
 from shardwise.runs import EventLog
 from shardwise.runs.drift import CHECK_EVERY, ReplicaSpec
 from shardwise.runs.progress import ProgressView, write_report
@@ -155,7 +155,7 @@ def train(
     With `run`, events, the last phases, checkpoints as `save` asks for them, the trained weights and a report are
     written there. Rank 0 shows progress unless `show_progress` is false.
     """
-    plan = with_engine_of(plan, job)
+    plan = with_engine(plan, job.engine)
     timeline = timeline or Timeline(time.time())
     view = ProgressView.on_stderr() if show_progress and world.is_main else None
     events = EventLog(run.events(world.rank) if run else None, view.show if view else None)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardwise.data.tokens import check_token_loss
 from shardwise.dist import local_world
+from shardwise.engines.engine import engine_named
 from shardwise.errors import JobError, PlanError, RankFailedError
 from shardwise.job.optimizers import SGD, AdamW
 from shardwise.launcher.local.function import run_forked
@@ -101,7 +102,7 @@ class ModelRules:
             rules = find_rules(self._module, job.tensor_rules)
             check_tensor(self._module, layout.tp, rules, sequence=plan.sequence_parallel)
             self._try_optimizer(by_tensor=True, trial=lambda: try_on_shards(job.optimizer, self._module, rules))
-        if plan.zero and plan.engine == "torch":
+        if plan.zero and engine_named(plan.engine).uses_fsdp:
             self._try_optimizer(by_tensor=False, trial=lambda: try_on_shards(job.optimizer, self._module))
         if layout.pp > 1:
             layers = find_layers(self._module, job.layers)
@@ -142,13 +143,14 @@ def check_job(job: Job, plan: Plan) -> None:
     """Refuse a plan whose engine or options cannot do what the job asks for; looks at neither model nor data."""
     if plan.layout.cp > 1:
         check_token_loss(job)
-    if job.lora is not None and plan.engine != "torch":
+    engine = engine_named(plan.engine)
+    if job.lora is not None and not engine.trains_adapters:
         raise PlanError(
             f"engine {plan.engine} trains no adapters here",
             code="support.lora-engine",
             fix="use --set engine=torch, or leave Job.lora out",
         )
-    if job.masks == "keyed" and (plan.engine != "torch" or plan.compile != "none"):
+    if job.masks == "keyed" and (not engine.has_keyed_dropout or plan.compile != "none"):
         raise PlanError(
             f"masks are keyed, and engine {plan.engine} with compile = {plan.compile} draws its own",
             code="support.keyed-masks-engine",
@@ -158,7 +160,7 @@ def check_job(job: Job, plan: Plan) -> None:
 
 def _looks_at_model(job: Job, plan: Plan) -> bool:
     layout = plan.layout
-    if plan.engine == "torch" and (plan.zero or plan.offload.optimizer != "none"):
+    if engine_named(plan.engine).uses_fsdp and (plan.zero or plan.offload.optimizer != "none"):
         return True  # they replace parameters
     return layout.tp > 1 or layout.pp > 1 or layout.cp > 1 or plan.fused_loss or job.lora is not None
 
@@ -174,12 +176,6 @@ def check_fit(job: Job, plan: Plan, world: World) -> None:
             f"plan {plan.layout} has stages on GPUs, and gloo sends no GPU tensors",
             code="support.pipeline-gloo-gpu",
             fix="use --backend nccl",
-        )
-    if plan.engine == "mlx" and world.device.type != "cpu":
-        raise PlanError(
-            f"the world is on {world.device.type}, and engine mlx takes its samples from the host",
-            code="support.mlx-device",
-            fix="use sw.world(device='cpu')",
         )
     if plan.layout.world_size != world.size:
         raise PlanError(

@@ -53,7 +53,7 @@ def test_weights_statistics_and_counts_come_back_bit_by_bit(tmp_path):
 
 
 def test_what_mlx_loads_and_saves_itself_comes_back_bit_by_bit(tmp_path):
-    from shardwise.models.mlx import resnet18 as in_mlx
+    from shardwise.engines.mlx.models import resnet18 as in_mlx
 
     model = trained_resnet()
     torch.save(model.state_dict(), tmp_path / "torch.pt")

@@ -201,7 +201,7 @@ STRATEGIES = {
 IN_THE_RANKS = {
     "unreadable data folder": (["job.py:no_data"], ("data.folder-not-found", "no/such/folder")),
     "no training data": (["job.py:no_train"], ("data.no-train-split", "'train'")),
-    "model that is no module": (["job.py:no_module"], ("model.not-a-module", "torch.nn.Module")),
+    "model that is no module": (["job.py:no_module"], ("job.model-not-of-engine", "torch.nn.Module")),
     "weights that are not there": (["job.py:no_weights"], ("model.weights-not-found", "missing.pt")),
     "metric that is not measured": (["job.py", "--keep", "max:accuracy"], ("train.keep-metric-unknown", "'accuracy'")),
     "nothing to train": (["job.py:frozen"], ("model.no-trainable-parameter",)),

@@ -37,6 +37,7 @@ def losses_of(kind, engine, weights):
         batch_size=4,
         steps=10,
         weights=str(weights),
+        engine=engine,
     )
     plan = dataclasses.replace(sw.Plan.preset("ddp", 1, batch_size=4, accumulation=2), engine=engine)
     with sw.world() as world:

@@ -73,6 +73,7 @@ def make(**changes):
         "optimizer": sw.adamw(lr=1e-2),
         "batch_size": 8,
         "steps": 1,
+        "engine": "mlx",
     }
     return sw.Job(**{**fields, **changes})
 

@@ -84,7 +84,7 @@ def test_the_compiled_step_equals_one_process(job, nproc):
 
 
 def test_dropout_of_mlx_is_silenced():
-    from shardwise.parity.mlx_jobs import silence_dropout
+    from shardwise.engines.mlx.arrays import silence_dropout
 
     layer = nn.Dropout(0.9)
     silence_dropout(layer)

@@ -64,7 +64,7 @@ def test_a_folder_that_is_not_there_is_the_same_error_on_every_rank(tmp_path):
 
 def test_a_model_of_mlx_is_refused_with_what_saves_it(tmp_path):
     nn = pytest.importorskip("mlx.nn")
-    with refuses("support.mlx-export", "save_weights"):
+    with refuses("support.export-not-torch", "mlx.nn", "save_weights"):
         export(nn.Linear(2, 2), tmp_path / "model.pt")
 
 

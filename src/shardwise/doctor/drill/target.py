@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 
 from shardwise.doctor.drill.faults import KINDS, OF_JOBS, Kind
+from shardwise.engines.engine import engine_named
 from shardwise.errors import InputError
 from shardwise.job import load_job
-from shardwise.job.engine import engine_of
 from shardwise.job.job import LENGTHS
 from shardwise.launcher.local.attempts import LocalLaunch
 from shardwise.launcher.local.target import Script, check_target
@@ -114,12 +114,9 @@ def _job_target(spec: DrillSpec) -> DrillTarget:
     steps = spec.steps or _STEPS
     reference, overrides = split_settings(spec.job, (*spec.settings, f"steps={steps}"))
     job = load_job(reference)
-    if engine_of(job) == "mlx":
-        raise InputError(
-            f"drills come with steps of torch's optimizers, and the model of {spec.job} is MLX's",
-            code="support.mlx-model",
-            fix="shardwise verify --resume kills and resumes it",
-        )
+    purpose = "drills inject faults at steps of torch's optimizers"
+    fix = "shardwise verify --resume kills and resumes it"
+    engine_named(job.engine).require_torch_model(spec.job, purpose, fix=fix)
     device = local_device(spec.device, spec.nproc)
     plan = settle(
         spec.plan or "auto", batch_size=job.batch_size, world_size=spec.nproc, device=device, overrides=overrides

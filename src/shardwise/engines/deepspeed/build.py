@@ -14,29 +14,43 @@ from shardwise.engines.deepspeed.library import load_deepspeed
 from shardwise.engines.deepspeed.pieces import find_pieces
 from shardwise.engines.deepspeed.step import DeepSpeedStep, EngineSync, EngineUpdate, compute_in, require_elementwise
 from shardwise.errors import JobError
+from shardwise.job.generators import seed_generators
 from shardwise.parallel.apply import guard_convolutions, norm_batches, recompute
+from shardwise.parallel.batch_norm import foreign_batch_norms
 from shardwise.parallel.gradsync import GradNorm
 from shardwise.parallel.optimizer import Optimized
 from shardwise.parallel.parameter_rules import attributes_of, restore_attributes
 from shardwise.parallel.sharded import LOWER
 from shardwise.parallel.weights import fill_buffers, fill_parameters
 from shardwise.planner.cost.deepspeed import deepspeed_stage
+from shardwise.training.build import draw_up, find_place
 from shardwise.training.step.step import Autocast, StepParts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from shardwise.dist import World
     from shardwise.job import Job
     from shardwise.parallel.apply import MeshContext
     from shardwise.parallel.blueprint import Blueprint
     from shardwise.plans import Plan
+    from shardwise.training.build import BuildContext
     from shardwise.training.step.step import StepContext
 
 
-def build_deepspeed_step(
+def build_deepspeed_step(job: Job, plan: Plan, world: World, context: BuildContext) -> DeepSpeedStep:
+    """Make the Step that trains `job` under `plan` with DeepSpeed; called on every rank, communicates."""
+    place = find_place(plan, world)
+    blueprint = draw_up(job, plan, world)
+    around = context.step_context(job, plan, world, fill=not foreign_batch_norms(blueprint.module))
+    step = _build(job, plan, place, blueprint, around, local_rank=world.local_rank)
+    seed_generators(job.seed + 1 + plan.layout.draw_index(world.rank))
+    return step
+
+
+def _build(
     job: Job, plan: Plan, place: MeshContext, blueprint: Blueprint, around: StepContext, *, local_rank: int
 ) -> DeepSpeedStep:
-    """Make the Step that trains `job` under `plan` with DeepSpeed; called on every rank, communicates."""
     deepspeed = load_deepspeed(plan, place.device, local_rank)
     config = engine_config(job, plan, place.device)
     module = blueprint.module

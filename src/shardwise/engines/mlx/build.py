@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
+from shardwise.engines.mlx.adapters import adapt_measure
 from shardwise.engines.mlx.arrays import foreign_batch_norms, form_of, share_batch_norms
 from shardwise.engines.mlx.functions import Forward, Gradient, norm_of, sum_over, update_by
 from shardwise.engines.mlx.holding import Trained
@@ -19,19 +20,19 @@ from shardwise.errors import JobError, some_of
 from shardwise.job.generators import seed_generators
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from shardwise.dist import World
     from shardwise.engines.mlx.arrays import MlxBatchNorm
     from shardwise.job import Job
     from shardwise.plans import Plan
-    from shardwise.training.step.step import StepContext
+    from shardwise.training.build import BuildContext
 
 _DTYPES = {"fp64": mx.float64, "fp32": mx.float32, "bf16": mx.bfloat16}
 
 
-def build_mlx_step(job: Job, plan: Plan, world: World, around: StepContext, *, note: Callable[[str], None]) -> MlxStep:
+def build_mlx_step(job: Job, plan: Plan, world: World, context: BuildContext) -> MlxStep:
     """Make the Step that trains `job` under `plan` with MLX; called on every rank, communicates."""
+    around = context.step_context(job, plan, world, fill=False)
+    note = context.note
     group = join_group(world, note=note)
     model = _make_model(job, plan)
     norms = _norm_batches(model, group if plan.batch_norm == "sync" else None)
@@ -52,7 +53,7 @@ def build_mlx_step(job: Job, plan: Plan, world: World, around: StepContext, *, n
     still: set[str] = set()
     functions = Functions(
         forward=forward,
-        gradient=Gradient(job, forward, norms, note),
+        gradient=Gradient(adapt_measure(job.loss), forward, norms, note),
         total=sum_over(group) if group is not None else None,
         norm=mx.compile(norm_of),
         move=update_by(model, form, optimizer, job.clip_norm, still),
@@ -80,10 +81,11 @@ def _make_model(job: Job, plan: Plan) -> nn.Module:
     mx.random.seed(job.seed)
     model: object = job.model()
     if not isinstance(model, nn.Module):
+        kind = type(model)
         raise JobError(
-            f"Job.model made a {type(model).__name__}, and engine mlx trains none such",
-            code="model.not-mlx-module",
-            fix="--set engine=torch",
+            f"Job.model made a {kind.__module__}.{kind.__qualname__}, and the job's engine is mlx",
+            code="job.model-not-of-engine",
+            fix='return an mlx.nn.Module, or leave engine="mlx" out of the Job',
         )
     lower = [name for name, array in tree_flatten(model.parameters()) if array.dtype in (mx.bfloat16, mx.float16)]
     if lower:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from shardwise.data.feed import MicroBatch
     from shardwise.engines.mlx.arrays import ArrayForm, Arrays, MlxBatchNorm
-    from shardwise.job import Job
+    from shardwise.job import Job, Loss
 
 Gradients = list[mx.array]
 """In the order of `Form.trained`."""
@@ -68,8 +68,10 @@ class Gradient:
     The model's arrays and the random state are what the compiled function takes and leaves besides its arguments.
     """
 
-    def __init__(self, job: Job, forward: Forward, norms: Sequence[MlxBatchNorm], note: Callable[[str], None]) -> None:
-        self._loss, self._forward, self._norms = job.loss, forward, norms
+    def __init__(
+        self, loss: Loss, forward: Forward, norms: Sequence[MlxBatchNorm], note: Callable[[str], None]
+    ) -> None:
+        self._loss, self._forward, self._norms = loss, forward, norms
         self._functions: dict[str, Callable[..., tuple[mx.array, Gradients]]] = {}
         self._note: Callable[[str], None] | None = note
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from mlx.utils import tree_map
 from torch import nn as torch_nn
 
+from shardwise.engines.mlx.adapters import READY_MADE
 from shardwise.engines.mlx.weights import assign, read_states, write_states
 from shardwise.job.generators import host_states, seed_generators, set_host_states
 from shardwise.parallel.optimizer import Optimized
@@ -55,8 +56,9 @@ class MlxOptimized(Optimized):
 
     @property
     def kind(self) -> str:
-        """The class of the first group's optimizer."""
-        return type(self.members[0].optimizer).__name__
+        """The class of the first group's optimizer; of a ready-made one the name that torch's has."""
+        found = type(self.members[0].optimizer)
+        return READY_MADE.get(found, found.__name__)
 
     def group_names(self) -> list[list[str]]:
         """Return the names of the parameters in each group."""

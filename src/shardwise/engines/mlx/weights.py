@@ -13,6 +13,7 @@ from mlx import optimizers
 from mlx.utils import tree_flatten, tree_unflatten
 
 from shardwise.checkpoint.convert.mlx import is_mlx, read_as_saved
+from shardwise.engines.mlx.adapters import adapt_optimizer
 from shardwise.engines.mlx.arrays import to_torch
 from shardwise.errors import JobError
 from shardwise.parallel.weights import open_weights
@@ -139,7 +140,7 @@ def make_groups(
     factory: OptimizerFactory, form: ArrayForm, arrays: Arrays
 ) -> tuple[optimizers.Optimizer, list[MlxGroup]]:
     """Return the job's optimizer with its states made, and its groups; what it must not be is refused."""
-    optimizer: Any = factory([(name, arrays[name]) for name in form.trained])  # type: ignore[misc]
+    optimizer = adapt_optimizer(factory)([(name, arrays[name]) for name in form.trained])
     if not isinstance(optimizer, optimizers.Optimizer):
         raise JobError(
             f"Job.optimizer made a {type(optimizer).__name__} for an MLX model",

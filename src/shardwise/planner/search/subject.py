@@ -8,12 +8,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardwise.engines.engine import engine_named
 from shardwise.environment import cache_directory
-from shardwise.errors import InputError, PlanError, ShardwiseError
+from shardwise.errors import PlanError, ShardwiseError
 from shardwise.hardware.calibration import calibration_for
 from shardwise.hardware.cluster import this_machine
 from shardwise.job import optimizers
-from shardwise.job.engine import engine_of
 from shardwise.parallel.support import require_supported
 from shardwise.planner.cost.memory import ADAMW, SGD, OptimizerShape
 from shardwise.planner.model.decoder_parts import published
@@ -122,12 +122,8 @@ def job_subject(
     owner: str = "the job",
 ) -> Subject:
     """Return the model of a job; `accepts` None takes the rules of `train`; `owner` is what messages call the job."""
-    if engine_of(job) == "mlx":
-        raise InputError(
-            f"the model of {owner} is MLX's, and nothing is predicted of those: MLX trains replicas alone",
-            code="support.mlx-model",
-            fix="shardwise train it, with --nproc 2 for two of them",
-        )
+    fix = "shardwise train it, with --nproc 2 for two replicas"
+    engine_named(job.engine).require_torch_model(owner, "plan predicts torch modules", fix=fix)
     held, why = _precision(cluster, precision)
     return Subject(
         model=describe(job, held.compute),

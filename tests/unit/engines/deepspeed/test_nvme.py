@@ -9,9 +9,8 @@ from engines.deepspeed.deepspeed_jobs import needs_deepspeed
 
 import shardwise as sw
 from jobs import sentences_job
-from shardwise.engines.available import preload_engine
+from shardwise.engines.engine import engine_named
 from shardwise.planner.settle import LocalDevice, settle
-from shardwise.plans import Plan
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step
 
@@ -57,7 +56,7 @@ def on_disk(folder, **more):
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported_once():
-    preload_engine(Plan(engine="deepspeed"))
+    engine_named("deepspeed").preload()
 
 
 def test_optimizer_on_disk_trains_as_one_process_does(tmp_path):

@@ -10,10 +10,9 @@ from engines.deepspeed.deepspeed_jobs import HalfFrozen, digits_job, needs_deeps
 
 import shardwise as sw
 from jobs import sentences_job
-from shardwise.engines.available import preload_engine
+from shardwise.engines.engine import engine_named
 from shardwise.parity.verify import verify
 from shardwise.planner.settle import LocalDevice, settle
-from shardwise.plans import Plan
 from shardwise.runs import EventLog
 from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
@@ -40,7 +39,7 @@ QUICK = [("stage3", "fsdp4"), ("fsdp4", "stage2"), ("stage2", "stage3")]
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported_once():
-    preload_engine(Plan(engine="deepspeed"))
+    engine_named("deepspeed").preload()
 
 
 def trained(world, kind, job, folder, resume):

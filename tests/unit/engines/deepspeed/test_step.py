@@ -10,10 +10,9 @@ from engines.deepspeed.deepspeed_jobs import HalfFrozen, Poisoned, Unused, digit
 import shardwise as sw
 from jobs import sentences_job
 from refusals import refuses
-from shardwise.engines.available import preload_engine
+from shardwise.engines.engine import engine_named
 from shardwise.parity.verify import verify
 from shardwise.planner.settle import LocalDevice, settle
-from shardwise.plans import Plan
 from shardwise.runs import EventLog
 from shardwise.runs.recorder import Timeline
 from shardwise.testing import run_ranks
@@ -45,7 +44,7 @@ MORE = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported_once():
-    preload_engine(Plan(engine="deepspeed"))
+    engine_named("deepspeed").preload()
 
 
 def settled(job, name, world_size, engine="deepspeed"):

@@ -129,6 +129,7 @@ def make_job(kind="points", *, engine="mlx", samples=37, **options):
         "batch_size": 8,
         "epochs": 2,
         "metrics": {"accuracy": sw.metrics.accuracy},
+        "engine": engine,
     }
     return sw.Job(**{**given, **options})
 

@@ -5,16 +5,16 @@ import subprocess
 import sys
 
 from refusals import refuses
-from shardwise.engines import available
+from shardwise.engines.mlx import engine
 
 
 def test_older_ones_are_refused_by_number(monkeypatch):
     for enough in ("0.32.4", "0.33.0.dev1+abc", "1.0"):
-        monkeypatch.setattr(available, "version", lambda _, found=enough: found)
-        available.require_mlx()
-    monkeypatch.setattr(available, "version", lambda _: "0.32.3")
+        monkeypatch.setattr(engine, "version", lambda _, found=enough: found)
+        engine.ENGINE.require()
+    monkeypatch.setattr(engine, "version", lambda _: "0.32.3")
     with refuses("engine.mlx-too-old", "0.32.4", "0.32.3"):
-        available.require_mlx()
+        engine.ENGINE.require()
 
 
 KERNEL = "import mlx.core as mx; mx.eval(mx.compile(lambda x: mx.exp(x) * 3 + x)(mx.ones(4)))"

@@ -10,7 +10,7 @@ from env.mpi import needs_mpirun, run
 SUM = """
     import mlx.core as mx
     import shardwise as sw
-    from shardwise.engines.mlx.mpi import mpi_group
+    from shardwise.engines.mlx.ring import mpi_group
     from shardwise.engines.mlx.ring import join_group
 
     notes = []

@@ -1,13 +1,55 @@
-"""Which plans DeepSpeed can train; what it would do otherwise than asked is refused, naming the way out."""
+"""DeepSpeed as an engine for torch models, and the plans that it can train.
+
+What DeepSpeed would do otherwise than a plan says is refused, naming the way out. Neither torch nor DeepSpeed is
+imported here: plans are checked before any process starts.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardwise.engines.deepspeed.library import preload_deepspeed, require_deepspeed
+from shardwise.engines.torch_engine import TorchEngine
 from shardwise.errors import PlanError
 
 if TYPE_CHECKING:
+    from shardwise.dist import World
+    from shardwise.job import Job
     from shardwise.plans import Plan
+    from shardwise.training.build import BuildContext
+    from shardwise.training.step.step import Step
+
+
+class DeepSpeedEngine(TorchEngine):
+    """Trains torch modules by `deepspeed.initialize`."""
+
+    name = "deepspeed"
+    title = "DeepSpeed"
+    uses_fsdp = False
+    replaces_parameters = True
+    trains_adapters = False
+    has_keyed_dropout = False
+    is_slow_to_start = True
+    has_fp64 = False
+
+    def require(self) -> None:
+        """Refuse to continue without a DeepSpeed that can be used."""
+        require_deepspeed()
+
+    def preload(self) -> None:
+        """Import DeepSpeed once, before a fork."""
+        preload_deepspeed()
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan that DeepSpeed would train wrongly or not at all."""
+        check_deepspeed(plan)
+
+    def build(self, job: Job, plan: Plan, world: World, context: BuildContext) -> Step:
+        """Make the Step that trains `job` under `plan`; called on every rank, communicates over the world."""
+        from shardwise.engines.deepspeed.build import build_deepspeed_step
+
+        return build_deepspeed_step(job, plan, world, context)
+
 
 _NATIVE = "--set engine=torch"
 
@@ -109,3 +151,6 @@ def _check_offload(plan: Plan) -> None:
             code="plan.nvme-folder-missing",
             fix="--set offload.folder=PATH",
         )
+
+
+ENGINE = DeepSpeedEngine()

@@ -6,11 +6,13 @@ import pytest
 
 from jobs import FP64
 from refusals import refuses
+from shardwise.engines.engine import engine_named
 from shardwise.parallel.support import require_supported
-from shardwise.planner.settle import MLX, settle
+from shardwise.planner.settle import settle
 from shardwise.plans import Communication, Offload, Plan, Precision
 
 DDP = dataclasses.replace(Plan.preset("ddp", 2, batch_size=8), engine="mlx")
+MLX = engine_named("mlx").local_device(None)
 
 
 @pytest.mark.parametrize("precision", [Precision(), Precision(compute="bf16"), FP64], ids=str)
@@ -59,7 +61,7 @@ def test_auto_is_replicas_in_fp32_with_the_engine_and_its_reason():
     plan = settle("auto", batch_size=8, world_size=2, device=MLX)
     require_supported(plan)
     assert (plan.engine, str(plan.layout), plan.precision.compute) == ("mlx", "replicate2", "fp32")
-    assert plan.source("engine") == "auto: the model is an mlx.nn.Module"
+    assert plan.source("engine") == "the job's engine"
     assert plan.source("precision") == "auto: MLX computes in fp32"
 
 

@@ -1,0 +1,117 @@
+"""The Engine protocol: everything that differs between what trains a model, asked through one object.
+
+A Job names the framework that its model is written in (`Job(engine="mlx")`), a Plan names the engine that trains it;
+the two differ only for DeepSpeed, which trains torch modules. An engine is found by name in the table below and is
+imported when it is asked for, so that a rank of torch imports neither DeepSpeed nor MLX. Every other package calls a
+method or reads a capability of the engine that it was given: outside `engines/` no code compares an engine's name.
+
+This module imports no torch, and neither does any module in the table: the launcher's process asks them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from shardwise.errors import JobError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardwise.dist import World
+    from shardwise.job import Job
+    from shardwise.planner.settle import LocalDevice
+    from shardwise.plans import Plan
+    from shardwise.training.build import BuildContext
+    from shardwise.training.step.step import Step
+
+_TABLE = {
+    "torch": "shardwise.engines.torch_engine",
+    "deepspeed": "shardwise.engines.deepspeed.engine",
+    "mlx": "shardwise.engines.mlx.engine",
+}
+"""The module of each engine, which has it as ENGINE."""
+
+
+class Engine(Protocol):
+    """What trains a model."""
+
+    name: ClassVar[str]
+    """What plans call it."""
+    title: ClassVar[str]
+    """What messages call it."""
+    framework: ClassVar[str]
+    """What its models are written in: the engine of a Job."""
+    uses_fsdp: ClassVar[bool]
+    """Whether it shards parameters, gradients and optimizer states by torch's own wrappers, as DTensors."""
+    replaces_parameters: ClassVar[bool]
+    """Whether hooks and second references of a parameter are lost under every plan."""
+    trains_adapters: ClassVar[bool]
+    """Whether Job.lora is for it."""
+    has_keyed_dropout: ClassVar[bool]
+    """Whether Job.masks="keyed" is for it."""
+    is_slow_to_start: ClassVar[bool]
+    """Whether its first step compiles or imports, and so takes much longer than the others."""
+    has_fp64: ClassVar[bool]
+    """Whether `verify` can compare it in fp64."""
+    has_plain_reference: ClassVar[bool]
+    """Whether `verify` compares it with a loop in plain PyTorch; else with the engine itself in one process."""
+
+    def require(self) -> None:
+        """Refuse to continue where its library is missing or too old; imports nothing heavy."""
+
+    def preload(self) -> None:
+        """Import what every rank would import, once, before a fork."""
+
+    def describe(self) -> str:
+        """Return the engine with its version and device, for the start report."""
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan that it would train wrongly or not at all, naming the rule and the way out."""
+
+    def check_world(self, world: World) -> None:
+        """Refuse a world on whose device it cannot train."""
+
+    def require_torch_model(self, owner: str, purpose: str, *, fix: str) -> None:
+        """Refuse a model that is not torch's, where `purpose` needs one; `owner` names whose model it is."""
+
+    def local_device(self, asked: str | None) -> LocalDevice | None:
+        """Return the device to settle a plan for, given --device; None where that is found by looking for GPUs."""
+
+    def world_device(self, asked: str | None) -> str | None:
+        """Return the device that the ranks' world is on, given --device."""
+
+    def prepare_rank(self, backend: str | None) -> None:
+        """Do what must come before this rank's world of `backend` starts; called on every rank."""
+
+    def build(self, job: Job, plan: Plan, world: World, context: BuildContext) -> Step:
+        """Make the Step that trains `job` under `plan`; called on every rank, communicates over the world."""
+
+    def silence_dropout(self, model: Any) -> None:
+        """Have dropout layers drop nothing, where their probability is not an attribute that `verify` finds."""
+
+    def has_batch_norm(self, model: Any) -> bool:
+        """Return whether a module normalizes by statistics of the batch."""
+
+    def observe_loss(
+        self, observe: Callable[[Any], None], loss_sum: Callable[[Any, Any], Any]
+    ) -> Callable[[Any, Any], Any]:
+        """Return `loss_sum` with a call of `observe` for each batch, whose leaves are tensors."""
+
+
+def engine_named(name: str) -> Engine:
+    """Return the engine of this name, imported when it is first asked for; it imports no torch."""
+    engine: Engine = import_module(_TABLE[name]).ENGINE
+    return engine
+
+
+def engine_for(job: Job, plan: Plan) -> Engine:
+    """Return the engine that trains `job` under `plan`; one for models of another framework is refused."""
+    engine = engine_named(plan.engine)
+    if engine.framework != job.engine:
+        raise JobError(
+            f"the plan has engine {plan.engine}, and the job's model is written for {job.engine}",
+            code="job.engine-mismatch",
+            fix=f'leave engine out of the plan, or give Job(engine="{engine.framework}") such a model',
+        )
+    return engine
