@@ -129,5 +129,6 @@ def test_two_nodes_that_lose_each_other_and_both_reach_node_0_are_named_and_go_o
         first = nodes[0].output()
     pair = rf"node 1 \({one.name}, {one.address}\) gets no answer from node 2 \({two.name}, {two.address}\)"
     other = rf"node 2 \({two.name}, {two.address}\) gets no answer from node 1 \({one.name}, {one.address}\)"
-    assert re.search(rf"ranks 0-2 wait in all_reduce #\d+ .*({pair}|{other})", first), first
-    assert first.count("gets no answer") == 1
+    assert re.search(rf"ranks? [0-9-]+ waits? in all_reduce #\d+ .*({pair}|{other})", first), first
+    # Once, or twice where rank 0, which reaches both, is one collective ahead of the ranks that wait.
+    assert first.count("gets no answer") in (1, 2)

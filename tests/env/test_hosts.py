@@ -142,7 +142,7 @@ def test_nothing_is_left_when_a_host_powers_off(folder):
 @pytest.mark.prove
 def test_nothing_is_left_when_the_guard_or_the_ssh_client_is_killed(folder):
     with bed.servers(2, shared=folder) as (a, b):
-        for host, program in ((b, "ssh_remote"), (a, "ssh -T")):
+        for host, program in ((b, "launcher.ssh.remote"), (a, "ssh -T")):
             guest = start(a, ["--hosts", "host0,host1", "sleep.py"], folder, 2)
             victim = next(pid for pid, words in host.processes().items() if program in words)
             subprocess.run(["kill", "-9", str(victim)], check=True)

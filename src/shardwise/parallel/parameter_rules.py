@@ -260,13 +260,16 @@ def _try(
     trial.param_groups = [{**group, "params": parameters} for group, parameters in members if parameters]
     trial.state = defaultdict(dict)
     drop_step_hooks(trial)
+    step = type(trial).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined] # without global hooks, which count steps of the training
     likes = [each for group in samples for each in group]
     parameters = [each for group in groups for each in group]
     before = [each.detach().clone() for each in parameters]
     for number in range(_STEPS):
         for parameter, like in zip(parameters, likes, strict=True):
             parameter.grad = place(_draw(like, number), like)
-        trial.step()
+        step(trial)
     return [each.detach() - first for each, first in zip(parameters, before, strict=True)]
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn, optim
 from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from training.test_unusual_models import STEPS, Net, job_of, plan_of, points
 
 from refusals import refuses
@@ -146,3 +147,19 @@ def test_complex_parameters_and_sparse_gradients_are_refused_by_name(make_model,
 
     with refuses(*refusal):
         run_ranks(body, 2)
+
+
+def test_the_trial_of_an_optimizer_on_shards_calls_no_global_hook():
+    def build(world):
+        steps = []
+        factory = lambda named: optim.Adam([parameter for _, parameter in named], lr=1e-2)  # noqa: E731
+        handle = register_optimizer_step_post_hook(lambda *_: steps.append(1))
+        step = build_step(dataclasses.replace(job_of(Net), optimizer=factory), plan_of("zero3", world.size), world)
+        built = len(steps)
+        for batch in step.feed:
+            step(batch)
+            break
+        handle.remove()
+        return built, len(steps)
+
+    assert run_ranks(build, 2) == [(0, 1), (0, 1)]
