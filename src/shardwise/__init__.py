@@ -8,6 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardwise import models as models
     from shardwise.data import datasets as datasets
+    from shardwise.diagnosis.drill.drill import doctor_drill as doctor_drill
+    from shardwise.diagnosis.env import doctor_env as doctor_env
+    from shardwise.diagnosis.machine.observe import doctor as doctor
+    from shardwise.diagnosis.network.net import doctor_net as doctor_net
+    from shardwise.diagnosis.run.explain import doctor_run as doctor_run
     from shardwise.dist import World as World
     from shardwise.dist import world as world
     from shardwise.errors import ShardwiseError as ShardwiseError
@@ -44,6 +49,11 @@ _PUBLIC = {
     "adamw": ("shardwise.job.optimizers", "AdamW"),
     "build_step": ("shardwise.training.build", "build_step"),
     "datasets": ("shardwise.data.datasets", ""),
+    "doctor": ("shardwise.diagnosis.machine.observe", "doctor"),
+    "doctor_drill": ("shardwise.diagnosis.drill.drill", "doctor_drill"),
+    "doctor_env": ("shardwise.diagnosis.env", "doctor_env"),
+    "doctor_net": ("shardwise.diagnosis.network.net", "doctor_net"),
+    "doctor_run": ("shardwise.diagnosis.run.explain", "doctor_run"),
     "export": ("shardwise.training.evaluate", "export"),
     "full_state_dict": ("shardwise.parallel.collectives", "full_state_dict"),
     "launch": ("shardwise.runner.launch", "launch"),

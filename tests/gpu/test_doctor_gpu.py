@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from shardwise.doctor.machine.checks import check_machine
-from shardwise.doctor.machine.observe import observe_machine
-from shardwise.doctor.run.nccl_log import read_nccl_log
+from shardwise.diagnosis.machine.checks import check_machine
+from shardwise.diagnosis.machine.observe import observe_machine
+from shardwise.diagnosis.run.nccl_log import read_nccl_log
 from shardwise.runs import RunDirectory
 
 pytestmark = pytest.mark.gpu

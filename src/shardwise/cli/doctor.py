@@ -5,12 +5,12 @@ from __future__ import annotations
 import click
 
 from shardwise.cli.main import WITH_UNDERSCORES, LazyGroup, present, refuse_started_ranks, takes
-from shardwise.doctor.drill.drill import doctor_drill
-from shardwise.doctor.drill.target import DrillSpec
-from shardwise.doctor.env import EnvSpec, doctor_env, preset_lines
-from shardwise.doctor.machine.observe import doctor
-from shardwise.doctor.network.net import NetSpec, doctor_net
-from shardwise.doctor.run.explain import RunSpec, doctor_run
+from shardwise.diagnosis.drill.drill import doctor_drill
+from shardwise.diagnosis.drill.target import DrillSpec
+from shardwise.diagnosis.env import EnvSpec, doctor_env, preset_lines
+from shardwise.diagnosis.machine.observe import doctor
+from shardwise.diagnosis.network.net import NetSpec, doctor_net
+from shardwise.diagnosis.run.explain import RunSpec, doctor_run
 from shardwise.errors import InputError
 from shardwise.runs.console import say
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shardwise.doctor.guard.straggler import Crowding, look_at_cores
+from shardwise.diagnosis.guard.straggler import Crowding, look_at_cores
 from shardwise.engines.engine import engine_named
 from shardwise.errors import RankFailedError
 

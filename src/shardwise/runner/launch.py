@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from shardwise.doctor.guard.guard import Guard
-    from shardwise.doctor.guard.replicas import ReplicaWatch
+    from shardwise.diagnosis.guard.guard import Guard
+    from shardwise.diagnosis.guard.replicas import ReplicaWatch
     from shardwise.runs import RunDirectory
 
 

@@ -11,8 +11,8 @@ import time
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING
 
-from shardwise.doctor.guard.guard import Guard
-from shardwise.doctor.guard.replicas import ReplicaWatch
+from shardwise.diagnosis.guard.guard import Guard
+from shardwise.diagnosis.guard.replicas import ReplicaWatch
 from shardwise.runs import Tail
 from shardwise.runs.console import complain
 from shardwise.runs.progress import ProgressView
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from shardwise.doctor.guard.neighbours import Exchange
+    from shardwise.diagnosis.guard.neighbours import Exchange
     from shardwise.launcher.options import Shown
     from shardwise.launcher.spec import HangSpec
     from shardwise.monitor.sinks import SinkSpec

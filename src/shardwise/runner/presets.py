@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING
 
-from shardwise.doctor.catalogue import find_preset
-from shardwise.doctor.env_rules import CERTAIN, EnvironmentFacts
-from shardwise.doctor.run.nccl_log import run_effects
+from shardwise.diagnosis.catalogue import find_preset
+from shardwise.diagnosis.env_rules import CERTAIN, EnvironmentFacts
+from shardwise.diagnosis.run.nccl_log import run_effects
 from shardwise.environment import variables
 from shardwise.errors import LaunchError
 from shardwise.hardware import usable_cores

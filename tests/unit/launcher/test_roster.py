@@ -3,7 +3,7 @@
 import signal
 
 import pytest
-from doctor.collectives import call
+from diagnosis.collectives import call
 
 from shardwise.launcher.local.supervise import SETTLE_S
 from shardwise.launcher.nodes.membership import NodeLimits

@@ -1,6 +1,6 @@
 """The last calls of ranks that ended: the pair that did not match is named, with both lines."""
 
-from doctor.collectives import call
+from diagnosis.collectives import call
 
 from shardwise.runs.call_reader import LastCalls, describe_mismatch
 from shardwise.runs.calls import GroupKey

@@ -1,0 +1,331 @@
+"""Looking at this machine: the driver through NVML, torch in a process of its own, the rest in /proc and /sys."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ipaddress
+import json
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import pynvml
+
+from shardwise.diagnosis.machine.checks import check_machine
+from shardwise.diagnosis.machine.facts import (
+    Clock,
+    Cpu,
+    Disk,
+    Driver,
+    GpuFacts,
+    HostMemory,
+    Interface,
+    Machine,
+    Network,
+    ProcessLimits,
+    RdmaDevice,
+    Torch,
+)
+from shardwise.diagnosis.verdicts import VerdictReport
+from shardwise.environment import variables, visible_cuda_devices
+from shardwise.hardware import available_memory
+from shardwise.hardware.probe import cgroup_quota, select_visible
+from shardwise.launcher.nodes.network import own_addresses
+from shardwise.spec import Spec, spec_function
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+_TORCH_S = 120.0
+"""A cold disk may take a minute to bring torch in."""
+_PROBE_BYTES = 4 << 20
+_TIME_ERROR = 5
+"""adjtimex: the clock is not synchronised."""
+_ASK_TORCH = """
+import json, warnings
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    import torch, torch.distributed as dist
+    usable = torch.cuda.is_available()
+nccl = torch.cuda.nccl.version() if dist.is_available() and dist.is_nccl_available() else ()
+print(json.dumps({
+    "version": torch.__version__, "cuda": torch.version.cuda or "", "nccl": ".".join(map(str, nccl)),
+    "gloo": dist.is_available() and dist.is_gloo_available(),
+    "num_gpus": torch.cuda.device_count() if usable else 0,
+    "cuda_error": next((str(w.message).splitlines()[0] for w in said if "CUDA" in str(w.message)), ""),
+}))
+"""
+
+
+class MachineSpec(Spec, frozen=True, kw_only=True):
+    """What `shardwise doctor` is asked: nothing but to check this machine."""
+
+
+class MachineReport(VerdictReport, frozen=True, kw_only=True):
+    """What `shardwise doctor` answers."""
+
+    facts: Machine
+
+
+@spec_function(MachineSpec)
+def doctor(_spec: MachineSpec) -> MachineReport:
+    """Check this machine: GPUs, torch, NCCL, interfaces, memory, limits, cores, disk, clock."""
+    facts = observe_machine()
+    return MachineReport(facts=facts, verdicts=tuple(check_machine(facts)))
+
+
+def observe_machine() -> Machine:
+    """Return the facts of this machine; starts one process, which imports torch, and writes one small file."""
+    driver, gpus, hidden = observe_gpus()
+    here = Path.cwd()
+    return Machine(
+        gpus=gpus,
+        hidden_gpus=hidden,
+        driver=driver,
+        torch=observe_torch(),
+        network=observe_network(),
+        limits=observe_limits(),
+        memory=observe_memory(),
+        cpu=observe_cpu(),
+        disk=observe_disk(here),
+        clock=observe_clock(here),
+    )
+
+
+def observe_gpus() -> tuple[Driver, tuple[GpuFacts, ...], int]:
+    """Return the driver, the visible GPUs, and how many CUDA_VISIBLE_DEVICES hides; CUDA is not started."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        absent = isinstance(error, pynvml.NVMLError_LibraryNotFound | pynvml.NVMLError_DriverNotLoaded)
+        return Driver(error="" if absent else str(error)), (), 0
+    try:
+        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        driver = Driver(version=_text(pynvml.nvmlSystemGetDriverVersion()), cuda=(cuda // 1000, cuda % 1000 // 10))
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        uuids = tuple(_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles)
+        shown = select_visible(uuids, visible_cuda_devices())
+        return driver, tuple(_gpu(handles[index]) for index in shown), len(handles) - len(shown)
+    except pynvml.NVMLError as error:
+        return Driver(error=str(error)), (), 0
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _gpu(handle: Any) -> GpuFacts:
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    return GpuFacts(
+        name=_text(pynvml.nvmlDeviceGetName(handle)), total_bytes=int(memory.total), used_bytes=int(memory.used)
+    )
+
+
+def _text(given: str | bytes) -> str:
+    return given.decode() if isinstance(given, bytes) else given
+
+
+def observe_torch() -> Torch:
+    """Return what a fresh process that imports torch says: one that cannot be imported may end that process."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=_TORCH_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Torch(error=f"importing it took more than {_TORCH_S:.0f} s")
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines()
+        return Torch(error=said[-1] if said else f"importing it ended with {done.returncode}")
+    return Torch(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def observe_limits() -> ProcessLimits:
+    """Return this process's soft limits."""
+
+    def soft(which: int) -> int | None:
+        value = resource.getrlimit(which)[0]
+        return None if value == resource.RLIM_INFINITY else value
+
+    return ProcessLimits(
+        nofile=soft(resource.RLIMIT_NOFILE),
+        memlock_bytes=soft(resource.RLIMIT_MEMLOCK),
+        nproc=soft(resource.RLIMIT_NPROC),
+    )
+
+
+def observe_memory(shm: Path = Path("/dev/shm")) -> HostMemory:  # noqa: S108 - looked at, not written
+    """Return host memory and shared memory; a machine without /dev/shm has none."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    room = shutil.disk_usage(shm) if shm.is_dir() else (0, 0, 0)
+    return HostMemory(
+        total_bytes=total,
+        available_bytes=min(total, available_memory()),
+        shm_total_bytes=room[0],
+        shm_free_bytes=room[2],
+    )
+
+
+def observe_cpu() -> Cpu:
+    """Return cores, affinity, the cgroup's quota and NUMA nodes."""
+    membership = Path("/proc/self/cgroup")
+    nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"), key=lambda path: path.parts[-2])
+    cores = os.cpu_count() or 1
+    return Cpu(
+        cores=cores,
+        # macOS has no affinity.
+        allowed=tuple(sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(cores)),
+        quota=cgroup_quota(Path("/sys/fs/cgroup"), membership.read_text() if membership.exists() else ""),
+        nodes=tuple(read_cpulist(path.read_text()) for path in nodes),
+    )
+
+
+def read_cpulist(text: str) -> tuple[int, ...]:
+    """Read the kernel's list of cores, such as 0-3,8."""
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", text)
+    return tuple(core for low, high in ranges for core in range(int(low), int(high or low) + 1))
+
+
+def observe_disk(folder: Path) -> Disk:
+    """Return the room in a folder, and how fast a few MiB get there; the file is removed again."""
+    room = shutil.disk_usage(folder)
+    disk = Disk(path=str(folder), total_bytes=room.total, free_bytes=room.free)
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".shardwise-doctor-") as file:
+            start = time.perf_counter()
+            file.write(os.urandom(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+            rate = _PROBE_BYTES / (time.perf_counter() - start)
+    except OSError as error:
+        return msgspec.structs.replace(disk, error=error.strerror or str(error))
+    return msgspec.structs.replace(disk, write_bytes_s=rate)
+
+
+def observe_clock(folder: Path) -> Clock:
+    """Return what the clock says, beside the kernel's word on it and a file written in `folder` now."""
+    skew = 0.0
+    with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=folder, prefix=".shardwise-doctor-") as file:
+        skew = Path(file.name).stat().st_mtime - time.time()
+    return Clock(
+        now=time.time(),
+        newest_file=max(path.stat().st_mtime for path in Path(__file__).parent.iterdir()),
+        synchronised=_is_synchronised(),
+        disk_skew_s=skew,
+    )
+
+
+def _is_synchronised() -> bool | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    library = ctypes.CDLL(None, use_errno=True)
+    room = ctypes.create_string_buffer(512)  # struct timex has 208 bytes; zero modes ask and change nothing
+    state = library.adjtimex(room)
+    return None if state < 0 else state != _TIME_ERROR
+
+
+# Looking at the network of this machine: interfaces, RDMA devices, NCCL's plugins, names both ways.
+
+
+T = TypeVar("T")
+
+_UP, _LOOPBACK = 0x1, 0x8
+"""Flags of an interface (net/if.h)."""
+_LOOKUP_S = 5.0
+"""A name server that does not answer is no answer."""
+_PLUGIN_FOLDERS = ("/opt/amazon/ofi-nccl/lib", "/opt/amazon/ofi-nccl/lib64", "/opt/aws-ofi-nccl/lib", "/usr/lib")
+
+
+def observe_network() -> Network:
+    """Return the interfaces of this machine and what its name means; asks the resolver."""
+    name = socket.gethostname()
+    nothing: tuple[str, ...] = ()
+    addresses = _within(lambda: _addresses_of(name), nothing)
+    back = _within(lambda: socket.gethostbyaddr(addresses[0])[0] if addresses else "", "")
+    return Network(
+        interfaces=observe_interfaces(),
+        rdma=tuple(observe_rdma()),
+        net_plugins=tuple(_plugins()),
+        hostname=name,
+        addresses=addresses,
+        back_name=back,
+    )
+
+
+def observe_interfaces(root: Path = Path("/sys/class/net")) -> tuple[Interface, ...]:
+    """Return every interface with its state and addresses."""
+    found, known = own_addresses(), _ipv6()
+    interfaces = []
+    for _, name in socket.if_nameindex():
+        flags = int(_read(root / name / "flags") or "0", 16)
+        own = (*([found[name]] if name in found else []), *known.get(name, ()))
+        mtu = int(_read(root / name / "mtu") or "0")
+        interfaces.append(
+            Interface(name=name, up=bool(flags & _UP), loopback=bool(flags & _LOOPBACK), mtu=mtu, addresses=own)
+        )
+    return tuple(interfaces)
+
+
+def observe_rdma(root: Path = Path("/sys/class/infiniband")) -> Iterator[RdmaDevice]:
+    """Yield every RDMA device: InfiniBand and RoCE cards, and AWS's EFA."""
+    for device in sorted(root.iterdir()) if root.is_dir() else ():
+        states = [_read(path) for path in device.glob("ports/*/state")]
+        driver = device / "device" / "driver"
+        yield RdmaDevice(
+            name=device.name,
+            driver=driver.resolve().name if driver.exists() else "",
+            active=any("ACTIVE" in state for state in states),
+        )
+
+
+def _plugins() -> Iterator[str]:
+    """Yield the network plugins that NCCL would find: in LD_LIBRARY_PATH and where AWS puts them."""
+    named = variables("LD_LIBRARY_PATH").get("LD_LIBRARY_PATH", "").split(":")
+    for folder in dict.fromkeys([*filter(None, named), *_PLUGIN_FOLDERS]):
+        with contextlib.suppress(OSError):
+            yield from (str(path) for path in sorted(Path(folder).glob("libnccl-net*.so")))
+
+
+def _ipv6() -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = {}
+    for line in _read(Path("/proc/net/if_inet6")).splitlines():
+        digits, *_, name = line.split()
+        address = ipaddress.IPv6Address(int(digits, 16))
+        if not address.is_link_local:
+            found[name] = (*found.get(name, ()), str(address))
+    return found
+
+
+def _addresses_of(name: str) -> tuple[str, ...]:
+    entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return tuple(dict.fromkeys(str(entry[4][0]) for entry in entries))
+
+
+def _within(ask: Callable[[], T], otherwise: T) -> T:
+    """Return what the resolver says, `otherwise` where it does not know or does not answer in time."""
+    answers: list[T] = []
+
+    def look_up() -> None:
+        with contextlib.suppress(OSError, UnicodeError):
+            answers.append(ask())
+
+    thread = threading.Thread(target=look_up, daemon=True)  # one that never returns must not keep us
+    thread.start()
+    thread.join(_LOOKUP_S)
+    return answers[0] if answers else otherwise
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,249 @@
+"""What a run directory tells of a run, read once: events, failures, marks, records of calls, checkpoints, logs."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shardwise.diagnosis.guard.looking import RankView
+from shardwise.diagnosis.run.nccl_log import NcclLog, read_nccl_log
+from shardwise.errors import InputError
+from shardwise.launcher.explain import gather_evidence
+from shardwise.launcher.policy import RankExit
+from shardwise.runs import RunDirectory
+from shardwise.runs.failure import Failure, read_failure
+from shardwise.runs.recorder import Mark, last_mark
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardwise.diagnosis.guard.hang import RankStatus
+
+_LOG_BYTES = 1 << 14
+_RANK_FILE = re.compile(r"rank(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of an events file."""
+
+    at: float
+    kind: str
+    rank: int | None
+    """None for what launchers and guards wrote."""
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherFacts:
+    """One node's launcher: the last attempt it wrote down."""
+
+    node: int = 0
+    nodes: int = 1
+    host: str = ""
+    pid: int = 0
+    target: str = ""
+    """What was started, without its arguments."""
+    world_size: int = 0
+    pids: Mapping[int, int] = field(default_factory=dict)
+    exits: tuple[RankExit, ...] = ()
+    verdict: str = ""
+    finished: str = ""
+    """"finished", "failed" or "stopped"; empty when it never said."""
+    is_gone: bool = False
+    """Its process is known to have ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """A run at one moment."""
+
+    path: Path
+    now: float
+    events: tuple[Event, ...] = ()
+    """Of all files, by time."""
+    launchers: tuple[LauncherFacts, ...] = ()
+    failures: Mapping[int, Failure] = field(default_factory=dict)
+    marks: Mapping[int, Mark] = field(default_factory=dict)
+    """The newest of each rank."""
+    ranks: Mapping[int, RankStatus] = field(default_factory=dict)
+    """By their records of calls; of ranks on this machine only, since process ids mean nothing elsewhere."""
+    job: Mapping[str, Any] | None = None
+    """What job.json says; None for a plain script."""
+    saved: int | None = None
+    """Step of the newest sound checkpoint."""
+    damages: tuple[str, ...] = ()
+    """What is wrong with newer ones."""
+    nccl: NcclLog = field(default_factory=NcclLog)
+    variables: Mapping[str, str] = field(default_factory=dict)
+    tails: Mapping[int, str] = field(default_factory=dict)
+    """The end of each rank's standard error."""
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """Where each rank ran."""
+        return {rank: launcher.host for launcher in self.launchers for rank in launcher.pids}
+
+    @property
+    def newest(self) -> float:
+        """When the last sign of life was written."""
+        return max([*(event.at for event in self.events), *(mark.at for mark in self.marks.values())], default=0.0)
+
+
+def read_run(path: Path) -> RunFacts:
+    """Read a run directory; refused when it is none."""
+    if not path.is_dir():
+        raise InputError(
+            f"{path} is no folder", code="run.not-found", fix="name a run directory, such as one of ls -d runs/*"
+        )
+    if not (path / "events").is_dir() and not (path / "logs").is_dir():
+        raise InputError(
+            f"{path} is no run directory", code="run.not-a-run", fix="name one that has events and logs: ls -d runs/*"
+        )
+    run, now = RunDirectory(path), time.time()
+    events = _read_events(path)
+    launchers = tuple(
+        _fold(file, run) for file in sorted((path / "events").glob("launcher*.jsonl")) if file.stat().st_size
+    )
+    numbers = _ranks(path) | {rank for launcher in launchers for rank in launcher.pids}
+    remote = [launcher for launcher in launchers if launcher.host != socket.gethostname()]
+    away = {rank for launcher in remote for rank in launcher.pids}
+    saved, damages = _newest_checkpoint(run)
+    return RunFacts(
+        path=path,
+        now=now,
+        events=events,
+        launchers=launchers,
+        failures={rank: failure for rank in sorted(numbers) if (failure := read_failure(run.error(rank)))},
+        marks={rank: mark for rank in sorted(numbers) if (mark := last_mark(run.recorder(rank)))},
+        ranks={rank: status for rank in sorted(numbers - away) if (status := _look(run, rank, now))},
+        job=_read_json(run.job),
+        saved=saved,
+        damages=damages,
+        nccl=_read_nccl(run),
+        variables={str(name): str(value) for name, value in (_read_json(run.environment) or {}).items()},
+        tails={rank: tail for rank in sorted(numbers) if (tail := _tail(run.stderr(rank)))},
+    )
+
+
+def _read_events(path: Path) -> tuple[Event, ...]:
+    found = []
+    for file in (path / "events").glob("*.jsonl"):
+        number = _RANK_FILE.match(file.name)
+        rank = int(number[1]) if number else None
+        found += [Event(float(fields["at"]), str(fields["kind"]), rank, fields) for fields in _lines(file)]
+    return tuple(sorted(found, key=lambda event: event.at))
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Return the events of a file; a line that is not whole, or was written by another version, is passed over."""
+    found = []
+    for line in path.read_bytes().splitlines():
+        try:
+            event = msgspec.json.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+        if isinstance(event, dict) and isinstance(event.get("at"), int | float) and "kind" in event:
+            found.append(event)
+    return found
+
+
+def _fold(path: Path, run: RunDirectory) -> LauncherFacts:
+    """Return the last attempt of one launcher."""
+    facts = LauncherFacts()
+    for event in _lines(path):
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):  # written by another version
+            facts = _take(facts, event, run)
+    is_here = facts.host == socket.gethostname() and Path("/proc/self").exists()
+    return replace(facts, is_gone=is_here and not Path(f"/proc/{facts.pid}").exists())
+
+
+def _take(facts: LauncherFacts, event: Mapping[str, Any], run: RunDirectory) -> LauncherFacts:
+    """Return what is known of a launcher after one more event."""
+    match event["kind"]:
+        case "attempt":
+            return LauncherFacts(
+                node=event["node"],
+                nodes=event["nodes"],
+                host=event["host"],
+                pid=event["launcher"],
+                target=event["target"],
+                world_size=event["world_size"],
+                pids={int(rank): pid for rank, pid in event["ranks"].items()},
+            )
+        case "exit":
+            exit_ = RankExit(
+                rank=event["rank"],
+                returncode=event["code"],
+                failure=read_failure(run.error(event["rank"])),
+                stopped=event["stopped"],
+                at=event["at"],
+                place=facts.host if facts.nodes > 1 else "",
+            )
+            return replace(facts, exits=(*facts.exits, *gather_evidence([exit_], run)))
+        case "verdict":
+            return replace(facts, verdict=event["text"])
+        case "finish":
+            return replace(facts, finished=event["state"])
+    return facts
+
+
+def _ranks(path: Path) -> set[int]:
+    """Return the ranks that left any file."""
+    files = (file for folder in ("events", "errors", "recorder", "logs") for file in (path / folder).glob("rank*"))
+    return {int(number[1]) for file in files if (number := _RANK_FILE.match(file.name))}
+
+
+def _look(run: RunDirectory, rank: int, now: float) -> RankStatus | None:
+    """Return what a rank's record of calls says; quiet since its last sign, as one look cannot see a change."""
+    view = RankView(run, rank)
+    view.refresh()
+    if not view.pid:
+        return None
+    status = view.status()
+    call, mark = status.newest, last_mark(run.recorder(rank))
+    signs = [*([call.entered, call.left] if call is not None else []), *([mark.at] if mark is not None else [])]
+    return replace(status, quiet_s=max(0.0, now - max(signs)) if signs else 0.0)
+
+
+def _newest_checkpoint(run: RunDirectory) -> tuple[int | None, tuple[str, ...]]:
+    """Return the step of the newest sound checkpoint, and what is wrong with newer ones; only then torch is needed."""
+    if not run.checkpoints.is_dir():
+        return None, ()
+    from shardwise.checkpoint.folder import CheckpointFolder
+
+    entry, damages = CheckpointFolder(run.checkpoints).newest_good(deep=False)
+    return (entry.step if entry is not None else None), tuple(str(damage) for damage in damages)
+
+
+def _read_nccl(run: RunDirectory) -> NcclLog:
+    """Read NCCL's own logs; where it was told to write elsewhere, what it wrote among a rank's lines."""
+    files = run.nccl_logs() or sorted((run.path / "logs").glob("rank*.*"))
+    lines = (line for file in files for line in _text(file).splitlines())
+    return read_nccl_log(line for line in lines if " NCCL " in line)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _tail(path: Path) -> str:
+    return _text(path)[-_LOG_BYTES:]
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return None
+    return value if isinstance(value, dict) else None
