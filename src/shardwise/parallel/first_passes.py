@@ -135,6 +135,26 @@ def _refusal(names: str, fact: str) -> JobError:
 
 
 @torch.no_grad()
+def written_parameters(module: nn.Module, forward: Callable[[nn.Module], object]) -> list[str]:
+    """Return the parameters of a meta model that a forward pass writes to, in eval or in train mode.
+
+    A version counter shows what is written, which needs no values. Empty for a model that cannot run without them: the
+    first step of training looks again.
+    """
+    versions = {name: parameter._version for name, parameter in module.named_parameters()}  # noqa: SLF001 - documented
+    was_training = module.training
+    try:
+        for mode in (False, True):
+            module.train(mode)
+            forward(module)
+    except Exception:  # noqa: BLE001 - any model may fail in any way on tensors without values
+        return []
+    finally:
+        module.train(was_training)
+    return [name for name, parameter in module.named_parameters() if parameter._version != versions[name]]  # noqa: SLF001
+
+
+@torch.no_grad()
 def _prints(module: nn.Module) -> Prints:
     found = {}
     for name, parameter in module.named_parameters():

@@ -19,11 +19,13 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from shardwise.data.tokens import check_token_loss
 from shardwise.dist import local_world
 from shardwise.engines.engine import engine_named
-from shardwise.errors import JobError, PlanError, RankFailedError
+from shardwise.errors import JobError, PlanError, RankFailedError, some_of
+from shardwise.job.job import call_model
 from shardwise.job.optimizers import SGD, AdamW
 from shardwise.launcher.local.function import run_forked
 from shardwise.parallel.blueprint import structure
 from shardwise.parallel.context import check_context
+from shardwise.parallel.first_passes import written_parameters
 from shardwise.parallel.fused_loss import find_head
 from shardwise.parallel.lora import add_adapters
 from shardwise.parallel.parameter_rules import (
@@ -39,7 +41,8 @@ from shardwise.parallel.stages import check_stages, count_layers, find_layers
 from shardwise.parallel.support import require_supported, uses_ddp
 from shardwise.parallel.tensor_rules import check_tensor, cut_dimension, find_rules, styles_by_name
 from shardwise.plans.pipeline import check_pipeline, split_layers
-from shardwise.training.step.captured import check_shapes, sampled_forms
+from shardwise.torch_private.dispatch import tree_map_only
+from shardwise.training.step.captured import check_shapes, sampled_batches, sampled_forms
 from shardwise.training.step.pipeline import shapes_differ
 
 if TYPE_CHECKING:
@@ -70,7 +73,7 @@ class ModelRules:
     def __call__(self, plan: Plan) -> None:
         """Raise PlanError or JobError for a plan that cannot split this model: heads, layers, ties; or train this job.
 
-        Reads the job's data only for plans that capture the step, or pass several micro-batches through a pipeline.
+        Reads a few samples of the job's data only for plans that capture the step or have a pipeline.
         """
         require_supported(plan)
         check_job(self._job, plan)
@@ -109,6 +112,12 @@ class ModelRules:
             num_layers = count_layers(self._module, layers)
             check_pipeline(plan, num_layers)
             check_stages(self._module, split_layers(plan, num_layers), layers)
+            if self._written:
+                raise JobError(
+                    f"forward writes to {some_of(self._written)}, which a pipeline stage has only for its own layers",
+                    code="support.pipeline-parameter-write",
+                    fix="use pp = 1",
+                )
 
     def _try_optimizer(self, *, by_tensor: bool, trial: Callable[[], None]) -> None:
         """Raise what the trial of the optimizer raises; it is made once for all plans."""
@@ -121,6 +130,15 @@ class ModelRules:
         refusal = self._tried[by_tensor]
         if refusal is not None:
             raise refusal
+
+    @cached_property
+    def _written(self) -> list[str]:
+        """Parameters that a forward pass writes to, seen on one micro-batch without values."""
+        batch = next(sampled_batches(self._job, 1, 1), None)
+        if batch is None:
+            return []
+        without_values = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), batch)
+        return written_parameters(self._module, lambda module: call_model(module, without_values))
 
     @cached_property
     def _skeleton(self) -> Skeleton:

@@ -162,6 +162,29 @@ def test_pipeline_is_not_proposed_for_a_model_that_its_stages_would_refuse_in_th
     assert "uses on one side of it what it registers on the other" in reason(answer, "pp")
 
 
+class Rescaled(nn.Sequential):
+    """Divides weights in place when it is evaluated, as RWKV does."""
+
+    def __init__(self):
+        super().__init__(*(Block() for _ in range(4)))
+
+    def forward(self, inputs):
+        if not self.training:
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.div_(2)
+        return super().forward(inputs)
+
+
+def test_pipeline_is_not_proposed_for_a_model_that_writes_to_its_weights_in_forward():
+    job = points_job(Rescaled)
+    with refuses("support.pipeline-parameter-write"):
+        check_model(job, sw.Plan.preset("pp", 2, batch_size=job.batch_size, accumulation=2))
+    answer = answer_of(job_subject(job, FOUR, describe, accepts=ModelRules(job)))
+    assert {candidate.plan.layout.pp for candidate in answer.candidates} == {1}
+    assert "forward writes to" in reason(answer, "pp")
+
+
 class Ragged(torch.utils.data.Dataset):
     """Samples of different lengths, which a collate pads to the longest of each micro-batch."""
 

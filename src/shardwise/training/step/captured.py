@@ -91,13 +91,18 @@ def sampled_forms(job: Job, rows: int) -> list[Form]:
 
     Empty for streams, and for a dataset that has no more than one micro-batch.
     """
+    return [_form(batch) for batch in sampled_batches(job, rows, LOOKS)]
+
+
+def sampled_batches(job: Job, rows: int, number: int) -> Iterator[Any]:
+    """Yield `number` micro-batches of `rows` samples, spread over the dataset; none for streams and small datasets."""
     dataset = dataset_of(job, "train")
     collate = job.collate or stack_samples
     if dataset is None or isinstance(dataset, IterableDataset) or dataset_length(dataset) <= rows:
-        return []
+        return
     last = dataset_length(dataset) - rows
-    starts = dict.fromkeys(last * part // (LOOKS - 1) for part in range(LOOKS))
-    return [_form(collate([dataset[index] for index in range(first, first + rows)])) for first in starts]
+    for first in dict.fromkeys(last * each // max(number - 1, 1) for each in range(number)):
+        yield collate([dataset[index] for index in range(first, first + rows)])
 
 
 def _form(batch: Any) -> Form:
