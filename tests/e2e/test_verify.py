@@ -74,7 +74,7 @@ def test_resume_is_proven_with_kills_and_its_own_words(folder, capfd):
     shown = " ".join(capfd.readouterr().out.split())
     assert "killed after step 1 and" in shown
     assert "resumed on 2 ranks, then as zero3 on 1 rank" in shown
-    assert "llama: 1 passed; 4 steps on 2 ranks beside a run that nobody stopped" in shown
+    assert "llama: 1 passed; 4 steps on 2 ranks beside an uninterrupted run" in shown
 
 
 def test_a_resume_that_is_not_exact_exits_with_3_and_names_the_cause(folder, capfd):

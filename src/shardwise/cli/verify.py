@@ -28,7 +28,7 @@ def command(spec: VerifySpec, *, propose: bool, as_json: bool, markdown: Path | 
     """Train the Job in JOB.py under each plan and in one process, and compare every number.
 
     With --propose-rules: find tensor rules for a model that has none, confirm them, and print them as Python.
-    With --resume: kill it, resume it on other ranks, and compare samples, losses and weights with a run nobody stopped.
+    With --resume: kill it, resume it on other ranks, and compare samples, losses and weights with an uninterrupted run.
     """
     refuse_started_ranks("verify starts its own ranks")
     _check_files(markdown, out, propose=propose)

@@ -3,8 +3,8 @@
 Lower precision gives other numbers, so nothing is equal. But rounding has a size, which one process shows: it trains in
 fp32 and once more in the precision of the plan. The relative L2 distance between the two gradients bounds that of the
 plan, and with it both direction and norm: a gradient scaled by 2 is 1.0 away, rounding in bf16 about 0.01. Replicas
-are compared with each other as well. Plans whose gradients are others by design (PowerSGD, local rounds, local batch
-statistics) are held to the band of their losses alone.
+are compared with each other as well. Plans whose gradients are different by design (PowerSGD, local rounds, local batch
+statistics) are compared by the band of their losses only.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _WIDEST = 0.5
 
 
 def rounds_in(plan: Plan) -> str | None:
-    """Return the lower precision that alone makes the plan's gradients differ; None when they are others by design."""
+    """Return the lower precision that alone makes the plan's gradients differ; None if they differ by design."""
     by_design = plan.communication.compression == "powersgd" or plan.communication.sync_every > 1
     if by_design or plan.batch_norm == "local":
         return None
@@ -95,7 +95,7 @@ def rounding_gaps(record: Record, expected: Record, lower: Record, plan: Plan) -
 
 
 def no_exact_cause(first: Gap, dtype: str) -> Finding:
-    """Say that a plan fails in lower precision alone."""
+    """Return the finding that a plan fails in lower precision only."""
     return Finding(
         cause=f"wrong in {dtype} alone",
         evidence=f"the same plan equals one process in fp64, but in {dtype} {first} is {first.relative:.1e} from fp32,"

@@ -60,14 +60,14 @@ def pieces(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     parts = {}
     for name, tensor in named:
         if isinstance(tensor, DTensor):
-            parts[name + _cut(tensor)] = tensor.to_local().detach()
+            parts[name + _shard_coordinate(tensor)] = tensor.to_local().detach()
         else:
             parts[name] = tensor.detach()
     return parts
 
 
-def _cut(tensor: DTensor) -> str:
-    """Where on each axis that cuts the tensor this rank stands, such as " [tp 1]"."""
+def _shard_coordinate(tensor: DTensor) -> str:
+    """Return this rank's coordinate on each axis that shards the tensor, such as " [tp 1]"."""
     mesh = tensor.device_mesh
     coordinate: Sequence[int] = mesh.get_coordinate() or ()
     names = mesh.mesh_dim_names or [str(number) for number in range(mesh.ndim)]
@@ -220,7 +220,7 @@ def _evaluate(job: Job, plan: Plan, world: World, step: Step | PlainTraining) ->
 
 
 class _TrainingWatch:
-    """Looks on during one training."""
+    """Records one training."""
 
     def __init__(
         self, world: World, step: Step | PlainTraining, folder: Path, close_up: int | None, pulse: Pulse

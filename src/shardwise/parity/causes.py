@@ -107,7 +107,7 @@ def double_scaling(evidence: Evidence) -> Finding | None:
         return None
     layout = evidence.plan.layout
     known = {
-        "the number of readers": layout.dp,
+        "the data-parallel size": layout.dp,
         "the number of micro-batches": evidence.plan.accumulation,
         "the number of ranks": layout.world_size,
         "the tensor-parallel degree": layout.tp,
@@ -178,19 +178,19 @@ def wrong_tied_shard(evidence: Evidence) -> Finding | None:
     return wrong_shard(evidence, name, f"the pieces of its gradient hold {places}", evidence.step)
 
 
-def skipped_last(evidence: Evidence, step: int, words: str) -> Finding:
-    """Say that the last micro-batch of a step was left out."""
+def skipped_last(evidence: Evidence, step: int, text: str) -> Finding:
+    """Return the finding that the last micro-batch of a step was left out."""
     ranks = tuple(each.rank for each in evidence.traced)
-    return Finding(cause="skipped last micro-batch", evidence=f"step {step}: {words}", step=step, ranks=ranks)
+    return Finding(cause="skipped last micro-batch", evidence=f"step {step}: {text}", step=step, ranks=ranks)
 
 
-def wrong_shard(evidence: Evidence, name: str, words: str, step: int | None) -> Finding:
-    """Say that the pieces of a parameter are in the wrong places."""
+def wrong_shard(evidence: Evidence, name: str, text: str, step: int | None) -> Finding:
+    """Return the finding that the shards of a parameter are in the wrong places."""
     others = evidence.tied.get(name, ())
     tied = f" (tied to {', '.join(others)})" if others else ""
     return Finding(
         cause="wrong shard of a tied weight" if others else "wrong shard",
-        evidence=f"{name}{tied}: {words}",
+        evidence=f"{name}{tied}: {text}",
         parameter=name,
         step=step,
     )
@@ -212,19 +212,19 @@ def rounded_gradients(evidence: Evidence) -> Finding | None:
     off = [name for name in evidence.off if name in evidence.gradients and name in evidence.expected_gradients]
     found = _flat([evidence.gradients[name] for name in off])
     wanted = _flat([evidence.expected_gradients[name] for name in off])
-    for words, dtype in _LOWER.items():
+    for precision, dtype in _LOWER.items():
         if not _is_same(found, wanted, evidence.plan.layout.world_size * torch.finfo(dtype).eps):
             continue
-        was_summed = _held_by(found, dtype) == 1 and _held_by(wanted, dtype) < _MOST_BY_CHANCE
+        was_summed = _representable(found, dtype) == 1 and _representable(wanted, dtype) < _MOST_BY_CHANCE
         if was_summed:
-            evident = f"every element is a number of {words}, and next to none is in one process"
+            evident = f"every element is a number of {precision}, and next to none is in one process"
         elif _is_sum_of_rounded(evidence, off, found, dtype):
-            evident = f"they are the sums of what each data-parallel rank has, rounded to {words}"
+            evident = f"they are the sums of what each data-parallel rank has, rounded to {precision}"
         else:
             continue
         return Finding(
             cause="gradients in lower precision",
-            evidence=f"{len(off)} gradients of step {evidence.step} differ by rounding to {words}: {evident}",
+            evidence=f"{len(off)} gradients of step {evidence.step} differ by rounding to {precision}: {evident}",
             parameter=off[0],
             step=evidence.step,
         )
@@ -294,12 +294,12 @@ def lost_use(evidence: Evidence) -> Finding | None:
             continue
         apart = [other for other in others if other in evidence.gradients]
         if apart:
-            words = f"{', '.join(apart)} is a parameter of its own under the plan, and {name} itself in one process"
-            return _untied(evidence, name, words)
+            text = f"{', '.join(apart)} is a parameter of its own under the plan, and {name} itself in one process"
+            return _untied(evidence, name, text)
         if _sums_up_some(found, uses, max(SAME, evidence.tolerance)):
             names = ", ".join([name, *others])
-            words = f"of the gradients that {names} give in step {evidence.step}, the plan sums up some only"
-            return _untied(evidence, name, words)
+            text = f"of the gradients that {names} give in step {evidence.step}, the plan sums up some only"
+            return _untied(evidence, name, text)
     return None
 
 
@@ -336,8 +336,8 @@ def _is_sum_of_rounded(evidence: Evidence, names: Sequence[str], found: Tensor, 
     return float(exact.double().mean()) > _MOST_ROUNDED_ALIKE
 
 
-def _untied(evidence: Evidence, name: str, words: str) -> Finding:
-    return Finding(cause="tied weight trained apart", evidence=words, parameter=name, step=evidence.first.step)
+def _untied(evidence: Evidence, name: str, text: str) -> Finding:
+    return Finding(cause="tied weight trained apart", evidence=text, parameter=name, step=evidence.first.step)
 
 
 def _sums_up_some(found: Tensor, uses: Sequence[Tensor], tolerance: float) -> bool:
@@ -349,7 +349,7 @@ def _sums_up_some(found: Tensor, uses: Sequence[Tensor], tolerance: float) -> bo
     return False
 
 
-def _held_by(values: Tensor, dtype: torch.dtype) -> float:
+def _representable(values: Tensor, dtype: torch.dtype) -> float:
     """Return the share of elements, zeros apart, that a dtype holds exactly."""
     values = values[values != 0]
     return float((values.to(dtype).double() == values).double().mean()) if len(values) else 0.0

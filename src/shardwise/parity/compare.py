@@ -1,4 +1,4 @@
-"""Two trainings side by side: every value in the order of training, and where they part."""
+"""Two trainings side by side: every value in the order of training, and where they diverge."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from shardwise.parity.capture import Prints, Traced, grads_file, values_file
-from shardwise.parity.lives import relative
+from shardwise.parity.segments import relative
 from shardwise.parity.spec import Gap, Kind
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def compare(record: Record, expected: Record, limits: Limits) -> Comparison:
 
 
 def losses_of(traced: Sequence[Traced], layout: Layout) -> list[float]:
-    """Return the mean loss of every step, from the ranks that tell it."""
+    """Return the mean loss of every step, from the ranks that report it."""
     shares = [each.losses for each in traced if layout.tells_loss(each.rank)]
     return [sum(step) for step in zip(*shares, strict=True)]
 

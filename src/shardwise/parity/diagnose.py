@@ -27,7 +27,7 @@ from shardwise.parity.causes import (
 )
 from shardwise.parity.compare import SMALL, ratio, relative_gaps
 from shardwise.parity.evidence import misplaced_pieces
-from shardwise.parity.lives import relative
+from shardwise.parity.segments import relative
 from shardwise.parity.spec import KEYED, Finding
 
 if TYPE_CHECKING:
@@ -68,22 +68,24 @@ def other_batches(evidence: Evidence) -> Finding | None:
     """Whether the ranks together read other rows than one process."""
     layout = evidence.plan.layout
     for step, wanted in enumerate(evidence.expected.rows[: evidence.step + 1]):
-        readers = {layout.data_index(each.rank): each for each in reversed(evidence.traced)}
-        found = Counter(row for each in readers.values() for row in each.rows[step])
+        by_dp_rank = {layout.data_index(each.rank): each for each in reversed(evidence.traced)}
+        found = Counter(row for each in by_dp_rank.values() for row in each.rows[step])
         missing, extra = Counter(wanted) - found, found - Counter(wanted)
-        strangers = tuple(
-            each.rank for each in evidence.traced if each.rows[step] != readers[layout.data_index(each.rank)].rows[step]
+        odd = tuple(
+            each.rank
+            for each in evidence.traced
+            if each.rows[step] != by_dp_rank[layout.data_index(each.rank)].rows[step]
         )
-        if not (missing or extra or strangers):
+        if not (missing or extra or odd):
             continue
         if missing and not extra and evidence.micro_batches < evidence.plan.accumulation:
             return skipped_last(evidence, step, f"{missing.total()} rows of step {step} were given to no rank")
-        ranks = strangers or tuple(each.rank for each in evidence.traced if extra.keys() & set(each.rows[step]))
+        ranks = odd or tuple(each.rank for each in evidence.traced if extra.keys() & set(each.rows[step]))
         return Finding(
             cause="other batches",
             evidence=f"of {len(wanted)} rows of step {step}, {missing.total()} were read by no rank, {extra.total()}"
             " rows were read that one process did not read"
-            + (f", and ranks {list(strangers)} read other rows than their peers" if strangers else ""),
+            + (f", and ranks {list(odd)} read other rows than their peers" if odd else ""),
             step=step,
             ranks=ranks,
         )
@@ -143,10 +145,10 @@ def unsynced_clipping(evidence: Evidence) -> Finding | None:
             step=step,
             ranks=ranks,
         )
-    said = ", ".join(f"{norm:.6g} on rank {rank}" for rank, norm in norms if norm is not None)
+    shown = ", ".join(f"{norm:.6g} on rank {rank}" for rank, norm in norms if norm is not None)
     return Finding(
         cause="un-synced norm clipping",
-        evidence=f"the gradients of step {step} agree before clipping, but they were clipped by a norm of {said};"
+        evidence=f"the gradients of step {step} agree before clipping, but they were clipped by a norm of {shown};"
         f" one process has {wanted:.6g}",
         step=step,
         ranks=ranks,
@@ -174,7 +176,7 @@ def stale_buffers(evidence: Evidence) -> Finding | None:
 
 
 def _counts_passes(evidence: Evidence, name: str) -> str:
-    """Say of a buffer that grew as many times as in one process as a step has micro-batches; else nothing."""
+    """Return evidence that a buffer grew once per micro-batch, where one process has one a step; else nothing."""
     times, key = evidence.micro_batches, name.partition(" [")[0]
     start = fingerprint(evidence.expected_start[key])[0] if key in evidence.expected_start else 0.0
     wanted = evidence.expected.buffers.get(key, (0.0, 0.0))[0] - start
@@ -238,7 +240,7 @@ def random_numbers(evidence: Evidence) -> Finding | None:
 
 
 def lower_precision(evidence: Evidence) -> Finding | None:
-    """Whether the loss comes out of a model held in fp64 in less."""
+    """Whether the loss comes out of a model in fp64 in less."""
     dtype = evidence.expected.loss_dtype
     if evidence.plan.precision.compute != "fp64" or dtype in {"", "float64"}:
         return None
@@ -280,7 +282,7 @@ def _unknown(evidence: Evidence) -> Finding:
     first = evidence.first
     return Finding(
         cause="unknown cause",
-        evidence=f"initial weights and batches are equal and a second run gave the same numbers; {first} parts first",
+        evidence=f"initial weights and batches are equal and a second run gave equal numbers; {first} diverges first",
         parameter=first.name,
         step=first.step,
     )
@@ -298,8 +300,8 @@ def _print_gaps(one: Prints, other: Prints) -> dict[str, float]:
 
 def _odd_ranks(prints: Sequence[Prints], key: str) -> tuple[int, ...]:
     """Ranks whose print is not the most common one among those that hold the piece."""
-    held = {rank: each[key] for rank, each in enumerate(prints) if key in each}
-    if len(set(held.values())) < 2:
+    by_rank = {rank: each[key] for rank, each in enumerate(prints) if key in each}
+    if len(set(by_rank.values())) < 2:
         return ()
-    common = Counter(held.values()).most_common(1)[0][0]
-    return tuple(rank for rank, print_ in held.items() if print_ != common)
+    common = Counter(by_rank.values()).most_common(1)[0][0]
+    return tuple(rank for rank, print_ in by_rank.items() if print_ != common)

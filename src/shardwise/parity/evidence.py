@@ -1,4 +1,4 @@
-"""What is known about a plan that parted from one process, and the arithmetic every hypothesis needs."""
+"""What is known about a plan that diverged from one process, and the arithmetic every hypothesis needs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAME = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What one micro-batch of one reader contributes: the gradient of its loss sum, and its count."""
+    """What one micro-batch of one data-parallel rank contributes: the gradient of its loss sum, and its count."""
 
     gradients: Tensors
     count: float
@@ -37,14 +37,14 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Everything known about a plan that parted from one process."""
+    """Everything known about a plan that diverged from one process."""
 
     plan: Plan
     comparison: Comparison
     tolerance: float
     """Relative difference up to which gradients are equal."""
     step: int
-    """Looked at closely: where the two parted."""
+    """Looked at closely: where the two diverged."""
     traced: Sequence[Traced]
     again: Sequence[Traced]
     """The same plan once more."""
@@ -61,15 +61,15 @@ class Evidence:
     locals: Sequence[Tensors]
     """Of `step`, each rank's own pieces."""
     micro_batches: int
-    """Micro-batches that each reader was given in `step`."""
+    """Micro-batches that each data-parallel rank was given in `step`."""
     cells: Sequence[Sequence[Cell]] = ()
-    """By reader and micro-batch, at the weights of one process."""
+    """By data-parallel rank and micro-batch, at the weights of one process."""
     repeat_gap: float = 0.0
     """How far the gradient of one micro-batch is apart when the model runs it again, with the same random numbers."""
     repeated_bias: Mapping[int, Tensors] = field(default_factory=dict)
     """By number of times, the gradient of one process whose row-parallel modules add their bias so often."""
     restarted_positions: Tensors = field(default_factory=dict)
-    """The gradient of one process whose positions begin anew in each slice of a sequence; empty without slices."""
+    """The gradient of one process whose positions start over in each slice of a sequence; empty without slices."""
     uses: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     """Of a parameter that several modules share, the gradient by module."""
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class Evidence:
 
     @property
     def degrees(self) -> list[int]:
-        """Into how many pieces the layout may have cut a tensor."""
+        """Into how many pieces the layout may have sharded a tensor."""
         layout = self.plan.layout
         degrees = {layout.world_size, layout.dp, layout.shard, layout.tp, layout.shard * layout.tp}
         return sorted(degree for degree in degrees if degree > 1)
@@ -145,40 +145,40 @@ def _sum_by_name(gradients: Sequence[Tensors]) -> dict[str, Tensor]:
     return {name: torch.stack(some).sum(0) for name, some in values.items()}
 
 
-# Pieces in the wrong place: whether a tensor is another one cut into equal pieces and put together wrongly.
+# Pieces in the wrong place: whether a tensor is another one split into equal pieces and put together wrongly.
 
 
 _CLOSE = 1e-6
 
 
 def misplaced_pieces(found: Tensor, wanted: Tensor, degrees: Sequence[int]) -> str | None:
-    """Say which pieces stand in for which when `found` is `wanted` with its pieces moved; None when it is not."""
+    """Return which pieces replace which when `found` is `wanted` with its pieces moved; None when it is not."""
     if found.shape != wanted.shape:
         return None
-    for degree, dim in _cuts(wanted, degrees):
+    for degree, dim in _splits(wanted, degrees):
         pieces = wanted.chunk(degree, dim)
         sources = [_source(place, piece, pieces) for place, piece in enumerate(found.chunk(degree, dim))]
         if None not in sources and sources != list(range(degree)):
-            return _words(sources, degree, dim)
+            return _moved_text(sources, degree, dim)
     return None
 
 
 def misplaced_use(found: Tensor, uses: Sequence[Tensor], degrees: Sequence[int]) -> str | None:
-    """Say so when `found` is the sum of `uses` with the pieces of one of them moved round; None when it is not."""
+    """Return that `found` is the sum of `uses` with the pieces of one of them moved round; None when it is not."""
     if any(use.shape != found.shape for use in uses):
         return None
     for number, use in enumerate(uses):
         others = sum((other for place, other in enumerate(uses) if place != number), torch.zeros_like(use))
-        for degree, dim in _cuts(use, degrees):
+        for degree, dim in _splits(use, degrees):
             for shift in range(1, degree):
                 moved = use.roll(shift * (use.shape[dim] // degree), dim)
                 if _equal(found, others + moved):
                     sources = [(place - shift) % degree for place in range(degree)]
-                    return _words(sources, degree, dim)
+                    return _moved_text(sources, degree, dim)
     return None
 
 
-def _cuts(value: Tensor, degrees: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _splits(value: Tensor, degrees: Sequence[int]) -> Iterator[tuple[int, int]]:
     for degree in degrees:
         for dim in range(min(2, value.ndim)):
             if value.shape[dim] % degree == 0:
@@ -186,7 +186,7 @@ def _cuts(value: Tensor, degrees: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _source(place: int, piece: Tensor, pieces: Sequence[Tensor]) -> int | None:
-    """Which piece stands at `place`: the right one if it can be, and no empty one in place of another."""
+    """Return which piece is at `place`: the right one if it can be, and no empty one in place of another."""
     if _equal(piece, pieces[place]):
         return place
     return next((number for number, each in enumerate(pieces) if each.any() and _equal(piece, each)), None)
@@ -196,6 +196,6 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return bool((one.double() - other.double()).abs().max() <= _CLOSE * other.double().abs().max())
 
 
-def _words(sources: Sequence[int | None], degree: int, dim: int) -> str:
+def _moved_text(sources: Sequence[int | None], degree: int, dim: int) -> str:
     moved = [f"{source} at {place}" for place, source in enumerate(sources) if source != place]
     return f"pieces in the wrong place ({', '.join(moved)} of {degree} along dim {dim})"

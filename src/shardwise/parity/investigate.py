@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A plan that parted from one process."""
+    """A plan that diverged from one process."""
 
     plan: Plan
     precision: Exact
@@ -90,7 +90,7 @@ def investigate(runner: ParityRunner, case: Case) -> list[Finding]:
 
 
 def _step_of(comparison: Comparison, steps: int) -> int:
-    """The step to look at: where values parted, or the nearest one when that was before or after all steps."""
+    """The step to look at: where values diverged, or the nearest one when that was before or after all steps."""
     first = comparison.first
     if first is None or first.step is None:
         return 0 if first is not None and first.kind == "initial value" else steps - 1
@@ -107,27 +107,27 @@ def _take_apart(world: World, runner: ParityRunner, case: Case, folder: Path, va
     layout = case.plan.layout
     locals_ = [load_tensors(local_file(folder, rank), weights_only=False) for rank in range(layout.world_size)]
     first_ranks = {layout.data_index(rank): rank for rank in reversed(range(layout.world_size))}
-    readers = [locals_[first_ranks[reader]]["micro_batches"] for reader in range(layout.dp)]
+    by_dp_rank = [locals_[first_ranks[dp_rank]]["micro_batches"] for dp_rank in range(layout.dp)]
     return {
         "locals": [each["gradients"] for each in locals_],
-        "micro_batches": len(readers[0]),
-        "cells": take_apart(job, model, readers),
-        "repeat_gap": repeat_gap(job, model, readers[0][0]),
-        "repeated_bias": _repeated_bias(job, model, readers, layout.tp),
-        "restarted_positions": with_restarted_positions(job, model, readers, layout.cp) if layout.cp > 1 else {},
+        "micro_batches": len(by_dp_rank[0]),
+        "cells": take_apart(job, model, by_dp_rank),
+        "repeat_gap": repeat_gap(job, model, by_dp_rank[0][0]),
+        "repeated_bias": _repeated_bias(job, model, by_dp_rank, layout.tp),
+        "restarted_positions": with_restarted_positions(job, model, by_dp_rank, layout.cp) if layout.cp > 1 else {},
         "tied": tied_names(model),
-        "uses": by_module(job, model, readers),
+        "uses": by_module(job, model, by_dp_rank),
     }
 
 
-def _repeated_bias(job: Job, model: nn.Module, readers: Any, degree: int) -> dict[int, Any]:
+def _repeated_bias(job: Job, model: nn.Module, by_dp_rank: Any, degree: int) -> dict[int, Any]:
     """Return what the step's gradient would be if row-parallel modules added their bias on every rank."""
     if degree == 1:
         return {}
     styles = styles_by_name(model, find_rules(model, job.tensor_rules))
     rows = [name for name, style in styles.items() if style in {"row", "row_split"}]
     names = [name for name in rows if getattr(model.get_submodule(name), "bias", None) is not None]
-    return {times: with_repeated_bias(job, model, readers, names, times) for times in {2, degree}} if names else {}
+    return {times: with_repeated_bias(job, model, by_dp_rank, names, times) for times in {2, degree}} if names else {}
 
 
 # The gradient of one step, taken apart: by micro-batch and, for shared parameters, by module.
@@ -137,9 +137,9 @@ _RUNS = 3
 """Enough to see what changes with every forward pass, or with every second one."""
 
 
-def take_apart(job: Job, model: nn.Module, readers: Sequence[Sequence[MicroBatch]]) -> list[list[Cell]]:
-    """Return what every micro-batch of every reader contributes, at the weights of `model`."""
-    return [[_cell(job, model, micro_batch) for micro_batch in micro_batches] for micro_batches in readers]
+def take_apart(job: Job, model: nn.Module, by_dp_rank: Sequence[Sequence[MicroBatch]]) -> list[list[Cell]]:
+    """Return what every micro-batch of every data-parallel rank contributes, at the weights of `model`."""
+    return [[_cell(job, model, micro_batch) for micro_batch in micro_batches] for micro_batches in by_dp_rank]
 
 
 def _cell(job: Job, model: nn.Module, micro_batch: MicroBatch) -> Cell:
@@ -172,7 +172,7 @@ def repeat_gap(job: Job, model: nn.Module, micro_batch: MicroBatch) -> float:
 
 
 def with_repeated_bias(
-    job: Job, model: nn.Module, readers: Sequence[Sequence[MicroBatch]], names: Sequence[str], times: int
+    job: Job, model: nn.Module, by_dp_rank: Sequence[Sequence[MicroBatch]], names: Sequence[str], times: int
 ) -> dict[str, Tensor]:
     """Return the step's gradient as if each named module added its bias several times; of those biases nothing."""
     hooks = []
@@ -181,7 +181,7 @@ def with_repeated_bias(
         bias = dict(module.named_parameters(recurse=False))["bias"]
         more = (times - 1) * bias.detach()
         hooks.append(module.register_forward_hook(lambda _module, _args, output, more=more: output + more))
-    cells = [cell for row in take_apart(job, model, readers) for cell in row]
+    cells = [cell for row in take_apart(job, model, by_dp_rank) for cell in row]
     for hook in hooks:
         hook.remove()
     biases = {f"{name}.bias" for name in names}
@@ -189,9 +189,9 @@ def with_repeated_bias(
 
 
 def with_restarted_positions(
-    job: Job, model: nn.Module, readers: Sequence[Sequence[MicroBatch]], degree: int
+    job: Job, model: nn.Module, by_dp_rank: Sequence[Sequence[MicroBatch]], degree: int
 ) -> dict[str, Tensor]:
-    """Return the step's gradient as if positions began anew in each of `degree` slices of a sequence."""
+    """Return the step's gradient as if positions started over in each of `degree` slices of a sequence."""
 
     def restart(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         tokens = next(each for each in [*args, *kwargs.values()] if isinstance(each, Tensor) and each.ndim > 1)
@@ -199,7 +199,7 @@ def with_restarted_positions(
         return args, {**kwargs, "position_ids": (torch.arange(length) % (length // degree))[None]}
 
     hook = model.register_forward_pre_hook(restart, with_kwargs=True)
-    cells = [cell for row in take_apart(job, model, readers) for cell in row]
+    cells = [cell for row in take_apart(job, model, by_dp_rank) for cell in row]
     hook.remove()
     return mean_gradient(cells)
 
@@ -212,7 +212,7 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {first: tuple(others) for first, *others in names.values() if others}
 
 
-def by_module(job: Job, model: nn.Module, readers: Sequence[Sequence[MicroBatch]]) -> dict[str, list[Tensor]]:
+def by_module(job: Job, model: nn.Module, by_dp_rank: Sequence[Sequence[MicroBatch]]) -> dict[str, list[Tensor]]:
     """Return the step's gradient of every shared parameter, by the module that used it; unties `model`."""
     tied = tied_names(model)
     for others in tied.values():
@@ -222,7 +222,7 @@ def by_module(job: Job, model: nn.Module, readers: Sequence[Sequence[MicroBatch]
             setattr(module, attribute, nn.Parameter(getattr(module, attribute).detach().clone()))
     if not tied:
         return {}
-    cells = [cell for row in take_apart(job, model, readers) for cell in row]
+    cells = [cell for row in take_apart(job, model, by_dp_rank) for cell in row]
     count = sum(cell.count for cell in cells) or 1
     return {first: list(_shares([first, *others], cells, count)) for first, others in tied.items()}
 

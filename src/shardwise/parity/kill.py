@@ -1,4 +1,4 @@
-"""One life of a training: trained as `shardwise train` does, written down step by step, and killed when it is time."""
+"""One segment of a training: run as `shardwise train` does, recorded step by step, and killed at a chosen moment."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from shardwise.errors import InputError, TrainingError
 from shardwise.job.generators import untouched_generators
 from shardwise.parallel.collectives import full_values
 from shardwise.parity.capture import digest_rows
-from shardwise.parity.lives import SeenSamples
 from shardwise.parity.prepare import prepare_job
 from shardwise.parity.reference import true_double
+from shardwise.parity.segments import SeenSamples
 from shardwise.runs import EventLog
 from shardwise.runs.recorder import Timeline
 from shardwise.training.loop import run_loop
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 LEAST_STEPS = 4
 """One saved and one lost before the first kill, one saved and one torn before the second."""
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 """How long a checkpoint may take before a kill that must come after it."""
 
 
@@ -60,7 +60,7 @@ class Kill:
     moment: Literal["step", "open", "os.rename"]
     """After a step; or in a save: before its first byte, or with all bytes there, before it gets its name."""
     step: int
-    """The step, counted from 0; or how many steps the torn checkpoint would have held."""
+    """The step, counted from 0; or how many steps the torn checkpoint would have had."""
 
     def __str__(self) -> str:
         where = {
@@ -72,10 +72,10 @@ class Kill:
 
 
 def choose_kills(name: str, steps: int) -> tuple[Kill, Kill]:
-    """Return when the first two lives end: after a step, and in a save; the same for the same plan and length."""
+    """Return when the first two segments end: after a step, and in a save; the same for the same plan and length."""
     if steps < LEAST_STEPS:
         raise InputError(
-            f"--resume trains, kills and goes on twice, for which {steps} steps are too few",
+            f"--resume kills and resumes twice, for which {steps} steps are too few",
             code="verify.too-few-steps",
             fix=f"use --steps {LEAST_STEPS} or more",
         )
@@ -86,8 +86,8 @@ def choose_kills(name: str, steps: int) -> tuple[Kill, Kill]:
 
 
 @dataclass(frozen=True)
-class LifeFolder:
-    """Where the ranks of one life leave what they saw."""
+class SegmentFolder:
+    """Where the ranks of one segment leave what they saw."""
 
     path: Path
 
@@ -116,8 +116,13 @@ class LifeFolder:
         return values
 
 
-def live(  # noqa: PLR0917 - positions of one caller
-    world: World, preparation: Preparation, plan: Plan, folder: LifeFolder, checkpoints: Path | None, kill: Kill | None
+def run_segment(  # noqa: PLR0917 - positions of one caller
+    world: World,
+    preparation: Preparation,
+    plan: Plan,
+    folder: SegmentFolder,
+    checkpoints: Path | None,
+    kill: Kill | None,
 ) -> None:
     """Train from the newest of `checkpoints` to the end or the kill; communicates over the world, on every rank.
 
@@ -193,10 +198,10 @@ def _watched(job: Job, log: IO[bytes], after_step: Callable[[int], None] | None,
     )
 
 
-def _end(world: World, folder: LifeFolder, checkpoints: Path, kill: Kill) -> Callable[[int], None] | None:
+def _end(world: World, folder: SegmentFolder, checkpoints: Path, kill: Kill) -> Callable[[int], None] | None:
     """Prepare the death of all ranks by the hand of rank 0; communicates over the world, on every rank.
 
-    Returns what rank 0 is to be told of each step, None where it needs no telling.
+    Returns what rank 0 calls after each step, None where it need not.
     """
     pids = world.gather(os.getpid())
     if not world.is_main:
@@ -204,12 +209,12 @@ def _end(world: World, folder: LifeFolder, checkpoints: Path, kill: Kill) -> Cal
     if kill.moment != "step":
         torn = str(checkpoints / f"{TEMPORARY}{name_of(kill.step)}-")
 
-        def hear(event: str, arguments: Sequence[Any]) -> None:
+        def on_event(event: str, arguments: Sequence[Any]) -> None:
             if event == kill.moment and isinstance(arguments[0], str | Path) and str(arguments[0]).startswith(torn):
                 _kill_all(pids, folder)
 
-        # Python tells of every file before it is opened or renamed, in any thread: no save is too short for that.
-        sys.addaudithook(hear)
+        # Python reports every file before it is opened or renamed, in any thread: no save is too short for that.
+        sys.addaudithook(on_event)
         return None
 
     def after_step(number: int) -> None:
@@ -222,18 +227,18 @@ def _end(world: World, folder: LifeFolder, checkpoints: Path, kill: Kill) -> Cal
 
 def _wait_for(checkpoints: Path, step: int) -> None:
     """Wait until the checkpoint of `step` is published: without one, the next life would prove nothing."""
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < deadline:
         latest = CheckpointFolder(checkpoints).latest()
         if latest is not None and (parse_name(latest.name) or (-1,))[0] >= step:
             return
         time.sleep(0.005)
     raise TrainingError(
-        f"no checkpoint of step {step} was published in {_PATIENCE_S:.0f} s", code="verify.checkpoint-timeout"
+        f"no checkpoint of step {step} was published in {_TIMEOUT_S:.0f} s", code="verify.checkpoint-timeout"
     )
 
 
-def _kill_all(pids: Sequence[int], folder: LifeFolder) -> None:
+def _kill_all(pids: Sequence[int], folder: SegmentFolder) -> None:
     """Kill -9 every rank, the own one last."""
     folder.killed.touch()
     for pid in [*(pid for pid in pids if pid != os.getpid()), os.getpid()]:

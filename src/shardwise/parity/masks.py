@@ -40,7 +40,7 @@ class Mask(msgspec.Struct, frozen=True, kw_only=True):
     place: str
     given: Print
     dropped: str
-    """Digest of the mask; empty for activations too small to tell, and where nothing is dropped (a rate of 0)."""
+    """Digest of the mask; empty for activations too small to compare, and where nothing is dropped (a rate of 0)."""
 
 
 def without_graphs(plan: Plan) -> Plan:
@@ -54,7 +54,7 @@ def watch_masks(
     """Train one step with dropout on and return every mask, in order; communicates over the world, on every rank.
 
     A step that is refused is returned beside them: masks that differ make gradients differ, and name the cause. A rank
-    that makes no progress for longer than `limit` writes where it stands into `folder`, and ends.
+    that makes no progress for longer than `limit` writes where it is into `folder`, and ends.
     """
     pulse = Pulse()
     refused = None
@@ -105,7 +105,7 @@ def _digest(kept: Tensor) -> str:
     return hashlib.blake2b((kept == 0).to(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
 
 
-def judge_masks(by_rank: Sequence[Sequence[Mask]], layout: Layout) -> Finding | None:
+def compare_masks(by_rank: Sequence[Sequence[Mask]], layout: Layout) -> Finding | None:
     """Compare the masks of ranks with each other; returns what is wrong with the first that is."""
     return _judge_tensor_peers(by_rank, layout) or _judge_data_peers(by_rank, layout)
 
@@ -145,7 +145,7 @@ def _judge_data_peers(by_rank: Sequence[Sequence[Mask]], layout: Layout) -> Find
 
 
 def _finding(place: str, ranks: tuple[int, int], *, drops_same: bool) -> Finding:
-    cause = "different dropout seeds outside the cut region"
+    cause = "different dropout seeds outside the sharded region"
     dropped = "different entries of the same activation, so the ranks drift apart"
     if drops_same:
         cause = "equal dropout seeds across tensor-parallel ranks"

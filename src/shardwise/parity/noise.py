@@ -82,7 +82,7 @@ def measure_noise(dtype: Exact, base: Record, whole: Sequence[Record], split: Se
 
 def is_comparable(limits: Limits) -> bool:
     """Whether the noise of a job in fp64 is that of fp64, and leaves limits that still mean something."""
-    # A metric may jump: one row that rounding tips says nothing about the precision of the model.
+    # A metric may jump: one row that rounding tips shows nothing about the precision of the model.
     sharp = all(limit <= LOOSEST for kind, limit in limits.kinds.items() if kind not in {"initial value", "metric"})
     return sharp and limits.first_gradient <= _LARGEST_DOUBLE
 
@@ -100,7 +100,7 @@ def may_be_noise(first: Gap) -> bool:
 
 
 def conditions(limits: Limits) -> str:
-    """Return what was left out or held to its own noise, and why, for the end of a sentence; empty for nothing."""
+    """Return what was left out or compared with its own noise, as the end of a sentence; empty for nothing."""
     text = ""
     if limits.left_out:
         text += (
@@ -127,7 +127,7 @@ def _well_conditioned(dtype: Exact, base: Record, others: Sequence[Record]) -> d
 
 
 def _is_noise(gradient: Tensor, varied: Sequence[Tensor], condition: float) -> Tensor:
-    """Return which elements of a gradient are not well above the noise; an exact zero in every run is no noise."""
+    """Return which elements of a gradient are not well above the noise; an exact zero in every run is not noise."""
     spread = torch.stack([(each - gradient).abs() for each in varied]).amax(0)
     touched = (gradient != 0) | (spread != 0)
     return touched & (gradient.abs() <= condition * spread.max())

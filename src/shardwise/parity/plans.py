@@ -126,7 +126,7 @@ def one_process(batch_size: int, *, dtype: Exact, accumulation: int = 1, framewo
 
 
 def in_precision(plan: Plan, dtype: Exact) -> Plan:
-    """Return the plan with everything held and computed in one dtype."""
+    """Return the plan with everything stored and computed in one dtype."""
     precision = Precision(parameter=dtype, compute=dtype, reduce=dtype, optimizer=dtype)
     return dataclasses.replace(plan, precision=precision)
 
@@ -137,7 +137,7 @@ def measured_in(plan: Plan, asked: Exact) -> Exact:
 
 
 def changed_numbers(plan: Plan, *, has_batch_norm: bool) -> dict[str, float]:
-    """Return what in a plan changes the arithmetic, in words, each with its loss band; empty for an exact plan."""
+    """Return what in a plan changes the arithmetic, as text, each with its loss band; empty for an exact plan."""
     changes = {}
     if plan.precision.compute in BANDS:
         changes[f"computes in {plan.precision.compute}"] = BANDS[plan.precision.compute]

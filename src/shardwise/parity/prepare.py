@@ -27,7 +27,7 @@ _MOST_LAYERS = 8
 """Enough for four pipeline ranks with two stages each."""
 _HEAD_WIDTH = 8
 _MOST_GROUPS = 4
-"""Heads of keys and values that stay: enough to cut over four tensor ranks."""
+"""Heads of keys and values that stay: enough to split over four tensor ranks."""
 
 
 class Preparation(msgspec.Struct, frozen=True, kw_only=True):

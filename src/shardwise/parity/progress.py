@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from shardwise.plans import Plan
 
 LEAST_S = 15.0
-"""A limit never ends a pause shorter than this: machines stand still for seconds."""
+"""A limit never ends a pause shorter than this: machines stall for seconds."""
 _TIMES, _TIMES_OWN = 10, 2
 """How many times longer than the longest pause of one process a pause may be, and than the longest of the rank."""
 _GRACE_S = 1.0
-"""From the first rank that is stuck to the end: the others write where they stand as well."""
+"""From the first rank that is stuck to the end: the others write where they are as well."""
 _EXIT_CODE = 70
 
 
 class Stuck(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank stood that made no progress."""
+    """Where a rank without progress was."""
 
     rank: int
     place: str
@@ -134,7 +134,7 @@ class Pulse:
 
 @contextmanager
 def watched(pulse: Pulse, limit: PauseLimit, rank: int, folder: Path) -> Iterator[None]:
-    """End this process when it makes no progress for longer than the limit, after it wrote where it stands."""
+    """End this process when it makes no progress for longer than the limit, after it wrote where it is."""
     over = threading.Event()
     main = threading.get_ident()
     (folder / f"rank-{rank}-{os.getpid()}").touch()
@@ -146,7 +146,7 @@ def watched(pulse: Pulse, limit: PauseLimit, rank: int, folder: Path) -> Iterato
             pause_s = pulse.pause_s
             if pause_s > limit.at(pulse):
                 frame = sys._current_frames()[main]  # noqa: SLF001 - Python's only way to another thread
-                stuck = _stand(rank, frame, pause_s)
+                stuck = _find_place(rank, frame, pause_s)
                 (folder / f"stuck-{rank}.json").write_bytes(msgspec.json.encode(stuck))
                 time.sleep(_GRACE_S)
                 os._exit(_EXIT_CODE)
@@ -180,12 +180,12 @@ class _Cores:
 
 
 def read_stuck(folder: Path) -> tuple[Stuck, ...]:
-    """Return where the ranks stood that made no progress."""
+    """Return where the ranks without progress were."""
     files = sorted(folder.glob("stuck-*.json"))
     return tuple(msgspec.json.decode(file.read_bytes(), type=Stuck) for file in files)
 
 
-def _stand(rank: int, frame: FrameType | None, pause_s: float) -> Stuck:
+def _find_place(rank: int, frame: FrameType | None, pause_s: float) -> Stuck:
     inside = ""
     while frame is not None and _is_foreign(frame.f_code.co_filename):
         if "/torch/" in frame.f_code.co_filename and not frame.f_code.co_name.startswith("_"):

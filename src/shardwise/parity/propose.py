@@ -19,7 +19,7 @@ from shardwise.parallel.propose_rules import ProposedSplit, merged, propose_cuts
 from shardwise.parity.prepare import Preparation, job_name, job_source, prepare_job
 from shardwise.parity.runner import ParityRunner, preload
 from shardwise.parity.spec import PROPOSE_NPROC, PlanVerdict, verdict_lines
-from shardwise.parity.verify import judge
+from shardwise.parity.verify import verify_plan
 from shardwise.runs.console import CHECK_FAILED, DONE
 from shardwise.spec import Report
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     OnTrial = Callable[[dict[str, str], PlanVerdict], None]
 
 SAMPLES = 2
-"""In the batch that the model is looked at with; batch norm needs more than one."""
+"""In the batch that the model is run on; batch norm needs more than one."""
 
 
 class RulesReport(Report, frozen=True, kw_only=True):
@@ -81,7 +81,7 @@ class RulesReport(Report, frozen=True, kw_only=True):
 def propose_rules(spec: VerifySpec, *, job: Job | None = None, on_trial: OnTrial = lambda *_: None) -> RulesReport:
     """Propose tensor rules for the job's model and train it by them on forked ranks, beside one process.
 
-    `job` stands for the job file where there is none. Rules that fail are narrowed: each part of the model alone, by
+    `job` replaces the job file. Rules that fail are narrowed: each part of the model alone, by
     weaker ways, and what passed together again. This process runs no tensor operation.
     """
     source, plan_settings = job_source(spec, job)
@@ -89,22 +89,24 @@ def propose_rules(spec: VerifySpec, *, job: Job | None = None, on_trial: OnTrial
     _check_options(spec, nproc, plan_settings)
     preload()
     preparation = Preparation(source=source, steps=spec.num_steps, shrink=spec.shrink)
-    model, batch_size, cuts = run_forked(lambda _: _look(preparation, nproc), 1, timeout_s=spec.timeout_s)[0]
+    model, batch_size, splits = run_forked(lambda _: _propose_splits(preparation, nproc), 1, timeout_s=spec.timeout_s)[
+        0
+    ]
     with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as folder:
         runner = ParityRunner(
             preparation=preparation, batch_size=batch_size, folder=Path(folder), timeout_s=spec.timeout_s
         )
-        if cuts:
+        if splits:
             preload(runner.one(spec.precision).traced[0].imported)
         trials = _Trials(runner, nproc, spec.precision, on_trial)
-        rules = _narrow(cuts, trials)
+        rules = _narrow(splits, trials)
     return RulesReport(
         job=job_name(source),
         model=model,
         nproc=nproc,
         rules=rules,
         verdict=trials.last,
-        weakened=_weakened(cuts, trials, rules),
+        weakened=_weakened(splits, trials, rules),
         exit_code=DONE if rules else CHECK_FAILED,
     )
 
@@ -149,20 +151,20 @@ class _Trials:
         if key not in self.verdicts:
             self._runner.preparation = msgspec.structs.replace(self._runner.preparation, tensor_rules=rules)
             began = time.perf_counter()
-            verdict = judge(self._runner, "tp", self._nproc, self._precision)
+            verdict = verify_plan(self._runner, "tp", self._nproc, self._precision)
             self.verdicts[key] = msgspec.structs.replace(verdict, seconds=time.perf_counter() - began)
             self._on_trial(rules, self.verdicts[key])
         self.last = self.verdicts[key]
         return self.last.status == "passed"
 
 
-def _look(preparation: Preparation, degree: int) -> tuple[str, int, tuple[ProposedSplit, ...]]:
-    """Look at the job's model with its own first samples; runs tensor operations."""
+def _propose_splits(preparation: Preparation, degree: int) -> tuple[str, int, tuple[ProposedSplit, ...]]:
+    """Run the job's model on its own first samples and return what can be split; runs tensor operations."""
     job = prepare_job(preparation)
     module = structure(job.model, job.seed).module
     batch = _first_batch(job)
-    cuts = propose_cuts(module, lambda model: job.forward(model, batch), degree=degree)
-    return type(module).__name__, job.batch_size, cuts
+    splits = propose_cuts(module, lambda model: job.forward(model, batch), degree=degree)
+    return type(module).__name__, job.batch_size, splits
 
 
 def _first_batch(job: Job) -> Any:
@@ -176,32 +178,32 @@ def _first_batch(job: Job) -> Any:
     return (job.collate or default_collate)([dataset[index % len(dataset)] for index in range(SAMPLES)])
 
 
-def _narrow(cuts: Iterable[ProposedSplit], trials: _Trials) -> dict[str, str]:
+def _narrow(splits: Iterable[ProposedSplit], trials: _Trials) -> dict[str, str]:
     """Return the best of each part; if they fail together, what passes alone and then together; else nothing."""
-    best = merged(cut.ways[0] for cut in cuts)
+    best = merged(split.ways[0] for split in splits)
     if not best or trials.passes(best):
         return best
-    kept = merged(_first_passing(cut, trials) for cut in cuts)
+    kept = merged(_first_passing(split, trials) for split in splits)
     return kept if kept and trials.passes(kept) else {}
 
 
-def _first_passing(cut: ProposedSplit, trials: _Trials) -> dict[str, str]:
+def _first_passing(split: ProposedSplit, trials: _Trials) -> dict[str, str]:
     """Return the best way to split one part of the model that passes alone; empty where none does."""
-    for way in cut.ways:
+    for way in split.ways:
         if trials.passes(way):
             return way
     return {}
 
 
-def _weakened(cuts: Iterable[ProposedSplit], trials: _Trials, rules: dict[str, str]) -> dict[str, str]:
-    """Say of each part that is not cut in its best way why not."""
-    lost = [cut for cut in cuts if not cut.ways[0].items() <= rules.items()]
-    verdicts = {cut.name: trials.verdicts.get(frozenset(cut.ways[0].items())) for cut in lost}
+def _weakened(splits: Iterable[ProposedSplit], trials: _Trials, rules: dict[str, str]) -> dict[str, str]:
+    """Return why each part of the model is not split in its best way."""
+    lost = [split for split in splits if not split.ways[0].items() <= rules.items()]
+    verdicts = {split.name: trials.verdicts.get(frozenset(split.ways[0].items())) for split in lost}
     failed = {name: verdict for name, verdict in verdicts.items() if verdict and verdict.status != "passed"}
     return {name: _reason(verdict) for name, verdict in failed.items()} if rules else {}
 
 
 def _reason(verdict: PlanVerdict) -> str:
-    """Name the value that parted first; the finding, or what a rank raised, says the rest."""
+    """Name the value that diverged first; the finding, or what a rank raised, explains the rest."""
     lines = verdict_lines(verdict)
     return lines[-1] if lines else verdict.status

@@ -2,10 +2,10 @@
 
 The model is what `Job.model` returns under the job's seed, the optimizer what the job's factory makes of its named
 parameters, and the loop is forward, loss sum over the count of the batch, backward, clipping, optimizer step. Nothing
-that plans share stands around the model: no meta device, no transform, no wrapper, no padding. A fault in building or
+that plans share surrounds the model: no meta device, no transform, no wrapper, no padding. A fault in building or
 wrapping models therefore cannot cancel out. Four things are the job's own terms and hold here as well: which samples
 are in a batch, the learning rate schedule, counter-based dropout masks, and that a gradient that is not finite skips
-the step. LoRA adapters and weights that are initialized by parameter name or read from a file are no values of
+the step. LoRA adapters and weights that are initialized by parameter name or read from a file are not values of
 `Job.model`; the reference starts from them as the plan does.
 """
 
@@ -186,9 +186,9 @@ def _copy_values(model: nn.Module, specs: Iterable[tuple[str, Tensor]], weights:
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """How one process differs from itself; at its defaults, not at all."""
 
-    readers: int = 1
+    dp_size: int = 1
     accumulation: int = 1
-    """Group rows into the micro-batches that so many readers share: batch statistics are theirs."""
+    """Group rows into the micro-batches of so many data-parallel ranks: batch statistics are theirs."""
     reverse: bool = False
     """Add up in another order."""
     nudge: bool = False
@@ -210,17 +210,17 @@ def vary(batches: Iterable[StepBatch], variant: Variant) -> Iterator[StepBatch]:
     """Yield each step with its rows grouped and ordered as `variant` says; steps come as one micro-batch."""
     for step in batches:
         (whole,) = step.micro_batches
-        groups = regroup(whole.rows, variant.readers, variant.accumulation)
+        groups = regroup(whole.rows, variant.dp_size, variant.accumulation)
         orders = [order[::-1] if variant.reverse else order for order in groups if order]
         yield StepBatch([_take(whole, order) for order in orders], step.denominator, step.samples, step.cursor)
 
 
-def regroup(rows: int, readers: int, accumulation: int) -> list[list[int]]:
-    """Return the rows of each micro-batch over all readers, as Slices deals them out."""
-    cells = readers * accumulation
+def regroup(rows: int, dp_size: int, accumulation: int) -> list[list[int]]:
+    """Return the rows of each micro-batch over all data-parallel ranks, as Slices assigns them."""
+    cells = dp_size * accumulation
     spans = [range(cell * rows // cells, (cell + 1) * rows // cells) for cell in range(cells)]
     return [
-        [row for reader in range(readers) for row in spans[reader * accumulation + number]]
+        [row for dp_rank in range(dp_size) for row in spans[dp_rank * accumulation + number]]
         for number in range(accumulation)
     ]
 

@@ -1,4 +1,4 @@
-"""Exact resume on the user's own job: killed, resumed, killed, resumed elsewhere, beside a run that nobody stopped."""
+"""Exact resume on the user's own job: killed, resumed, killed, resumed elsewhere, beside an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from shardwise.errors import InputError, PlanError, RankFailedError, TrainingError
 from shardwise.parallel.support import require_supported
 from shardwise.parity.compare import relative_gaps
-from shardwise.parity.kill import Kill, LifeFolder, choose_kills, live
-from shardwise.parity.lives import BETWEEN, Life, find_parting, loss_gaps, name_values
+from shardwise.parity.kill import Kill, SegmentFolder, choose_kills, run_segment
 from shardwise.parity.noise import is_comparable
 from shardwise.parity.plans import changed_numbers, in_precision, settle_plan
 from shardwise.parity.runner import on_ranks
+from shardwise.parity.segments import BETWEEN, Segment, find_divergence, loss_gaps, name_values
 from shardwise.parity.spec import Finding, Gap, PlanVerdict
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 _KINDS: tuple[Kind, ...] = ("parameter", "buffer")
 
 
-def judge_resume(runner: ParityRunner, name: str, plan: Plan, names: Sequence[str], precision: Exact) -> PlanVerdict:
+def verify_resume(runner: ParityRunner, name: str, plan: Plan, names: Sequence[str], precision: Exact) -> PlanVerdict:
     """Train `plan` uninterrupted; then killed, resumed, killed, and resumed on other ranks as the next of `names`.
 
-    Each life runs on forked ranks of its own; this process runs no tensor operation.
+    Each segment runs on forked ranks of its own; this process runs no tensor operation.
     """
     kills = choose_kills(name, runner.preparation.steps)
     one = runner.one(precision).traced[0]
@@ -42,37 +42,37 @@ def judge_resume(runner: ParityRunner, name: str, plan: Plan, names: Sequence[st
     limits = runner.limits(precision)
     here = f"{name} on {_ranks(plan)}"
     with tempfile.TemporaryDirectory(dir=runner.folder) as folder:
-        lab = _Lab(runner=runner, folder=Path(folder))
-        whole = lab.live("whole", here, plan, saves=False)
-        first = lab.live("first", here, plan, kill=kills[0])
+        segments = _SegmentRunner(runner=runner, folder=Path(folder))
+        whole = segments.run("whole", here, plan, saves=False)
+        first = segments.run("first", here, plan, kill=kills[0])
         # The first kill comes before the checkpoint of its step, the second tears the one that it names.
-        second = lab.live("second", f"{here}, resumed", plan, begins=kills[0].step, kill=kills[1])
-        target, last = lab.live_on(targets, precision, begins=kills[1].step - 1)
+        second = segments.run("second", f"{here}, resumed", plan, begins=kills[0].step, kill=kills[1])
+        target, last = segments.run_first(targets, precision, begins=kills[1].step - 1)
         gaps = loss_gaps(whole, [first, second, last], limits.of("loss"))
-        parting = find_parting(whole, [first, second, last], limits.of("loss"), drawn_by=one.drawn_by)
-        finding = None if parting is None else parting.finding
-        if parting is None:
-            final = runner.apart(lambda: value_gaps(lab.at("last"), lab.at("whole"), limits))
+        divergence = find_divergence(whole, [first, second, last], limits.of("loss"), drawn_by=one.drawn_by)
+        finding = None if divergence is None else divergence.finding
+        if divergence is None:
+            final = runner.in_fork(lambda: value_gaps(segments.at("last"), segments.at("whole"), limits))
             noise = limits
             if any(gap.beyond > 1 for gap in final) and is_comparable(runner.noise(precision)):
                 noise = runner.noise(precision)
-                final = runner.apart(lambda: value_gaps(lab.at("last"), lab.at("whole"), noise))
+                final = runner.in_fork(lambda: value_gaps(segments.at("last"), segments.at("whole"), noise))
             finding = name_values(final)
             gaps += final
-        elif parting.life is last and not one.drawn_by:
-            finding = lab.blame_plan(whole, last.words, target, limits.of("loss")) or finding
+        elif divergence.segment is last and not one.drawn_by:
+            finding = segments.find_plan_error(whole, last.label, target, limits.of("loss")) or finding
     return PlanVerdict(
         plan=name,
         status="passed" if finding is None else "failed",
-        measure=f"killed {kills[0]} and {kills[1]}, resumed on {_ranks(plan)}, then as {last.words}",
+        measure=f"killed {kills[0]} and {kills[1]}, resumed on {_ranks(plan)}, then as {last.label}",
         worst=max(gaps, key=lambda gap: gap.beyond),
         first=next((gap for gap in gaps if gap.beyond > 1), None),
         findings=() if finding is None else (finding,),
     )
 
 
-def value_gaps(folder: LifeFolder, expected: LifeFolder, limits: Limits) -> list[Gap]:
-    """Return how far final parameters and buffers are apart; reads the files of both lives."""
+def value_gaps(folder: SegmentFolder, expected: SegmentFolder, limits: Limits) -> list[Gap]:
+    """Return how far final parameters and buffers are apart; reads the files of both segments."""
     found, wanted = folder.values(), expected.values()
     masks = {"parameter": limits.masks(), "buffer": {}}
     return [
@@ -85,7 +85,7 @@ def value_gaps(folder: LifeFolder, expected: LifeFolder, limits: Limits) -> list
 def _other_worlds(
     runner: ParityRunner, name: str, plan: Plan, names: Sequence[str], *, has_batch_norm: bool
 ) -> list[tuple[str, Plan]]:
-    """Return plans to go on under with their words, best first: the next one named, this one, plain replicas."""
+    """Return plans to continue under with their labels, best first: the next one named, this one, plain replicas."""
     here = plan.layout.world_size
     size = here // 2 or 2
     following = names[(names.index(name) + 1) % len(names)]
@@ -101,7 +101,7 @@ def _other_worlds(
             found[f"{each} on {_ranks(other)}"] = other
     if not found:
         raise PlanError(
-            "batch statistics belong to a micro-batch, and on other ranks the batch is cut into others",
+            "batch statistics belong to a micro-batch, and on other ranks the batch is split into others",
             code="verify.batch-statistics",
             fix="use accumulation=1",
         )
@@ -123,19 +123,19 @@ def _ranks(plan: Plan) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Lab:
-    """Runs the lives of one plan, which share a folder of checkpoints."""
+class _SegmentRunner:
+    """Runs the segments of one plan, which share a folder of checkpoints."""
 
     runner: ParityRunner
     folder: Path
 
-    def at(self, name: str) -> LifeFolder:
-        """Return the folder of a life."""
-        return LifeFolder(self.folder / name)
+    def at(self, name: str) -> SegmentFolder:
+        """Return the folder of a segment."""
+        return SegmentFolder(self.folder / name)
 
-    def live(
-        self, name: str, words: str, plan: Plan, *, begins: int = 0, saves: bool = True, kill: Kill | None = None
-    ) -> Life:
+    def run(
+        self, name: str, label: str, plan: Plan, *, begins: int = 0, saves: bool = True, kill: Kill | None = None
+    ) -> Segment:
         """Train from the newest checkpoint, which should be that of step `begins`, to the end or the kill."""
         here = self.at(name)
         here.path.mkdir(exist_ok=True)
@@ -143,7 +143,7 @@ class _Lab:
         size = plan.layout.world_size
         try:
             on_ranks(
-                lambda world: live(world, self.runner.preparation, plan, here, checkpoints, kill),
+                lambda world: run_segment(world, self.runner.preparation, plan, here, checkpoints, kill),
                 size,
                 timeout_s=self.runner.timeout_s,
                 backend=self.runner.backend,
@@ -153,25 +153,27 @@ class _Lab:
                 raise
         else:
             if kill is not None:
-                raise TrainingError(f"{words} came to its end; it was to be killed {kill}", code="verify.not-killed")
-        return Life(words=words, layout=plan.layout, begins=begins, ranks=here.read(size))
+                raise TrainingError(
+                    f"{label} ended by itself; it should have been killed {kill}", code="verify.not-killed"
+                )
+        return Segment(label=label, layout=plan.layout, begins=begins, ranks=here.read(size))
 
-    def live_on(self, targets: Sequence[tuple[str, Plan]], precision: Exact, *, begins: int) -> tuple[Plan, Life]:
-        """Go on to the end under the first of the plans that fits the job."""
+    def run_first(self, targets: Sequence[tuple[str, Plan]], precision: Exact, *, begins: int) -> tuple[Plan, Segment]:
+        """Continue to the end under the first of the plans that fits the job."""
         refused: InputError | None = None
-        for words, target in targets:
+        for label, target in targets:
             plan = in_precision(target, precision)
             try:
-                return plan, self.live("last", words, plan, begins=begins)
+                return plan, self.run("last", label, plan, begins=begins)
             except InputError as error:
                 refused = refused or error
-        raise refused or PlanError("there is no plan to go on under", code="verify.no-other-plan")
+        raise refused or PlanError("no plan fits to continue under", code="verify.no-other-plan")
 
-    def blame_plan(self, whole: Life, words: str, plan: Plan, limit: float) -> Finding | None:
-        """Say so when a plan gives other numbers even if nobody stops it."""
-        alone = self.live("alone", words, plan, saves=False)
+    def find_plan_error(self, whole: Segment, label: str, plan: Plan, limit: float) -> Finding | None:
+        """Return a finding where a plan gives other numbers even without a kill."""
+        alone = self.run("alone", label, plan, saves=False)
         gap = next((gap for gap in loss_gaps(whole, [alone], limit) if gap.beyond > 1), None)
         if gap is None:
             return None
-        evidence = f"{words} differs even if nobody stops it, first in the {gap} ({gap.relative:.1e}): verify it alone"
+        evidence = f"{label} differs even without a kill, first in the {gap} ({gap.relative:.1e}): verify it alone"
         return Finding(cause="another plan, other numbers", evidence=evidence, step=gap.step)

@@ -23,7 +23,7 @@ from shardwise.launcher.local.function import run_forked
 from shardwise.launcher.mpirun import run_by_mpirun
 from shardwise.parity.capture import Traced, trace
 from shardwise.parity.compare import Comparison, Limits, compare, strict_limits
-from shardwise.parity.masks import judge_masks, watch_masks, without_graphs
+from shardwise.parity.masks import compare_masks, watch_masks, without_graphs
 from shardwise.parity.noise import is_comparable, may_be_noise, measure_noise
 from shardwise.parity.plans import Exact, one_process
 from shardwise.parity.progress import PauseLimit, StuckError, pause_limit, read_stuck
@@ -120,7 +120,7 @@ class ParityRunner:
         return folder
 
     def _on_ranks(self, fn: Callable[[World], T], plan: Plan, folder: Path) -> list[T]:
-        """Run `fn` on the ranks of `plan`; those that make no progress leave where they stand in `folder`."""
+        """Run `fn` on the ranks of `plan`; those that make no progress write where they are into `folder`."""
         try:
             return on_ranks(fn, plan.layout.world_size, timeout_s=self.timeout_s, backend=self.backend)
         except Exception as error:
@@ -146,7 +146,7 @@ class ParityRunner:
                 raise TrainingError(
                     f"one process cannot train the job ({type(error).__name__}: {error})",
                     code="verify.reference-failed",
-                    fix="mend that first: shardwise train --nproc 1",
+                    fix="fix that first: shardwise train --nproc 1",
                 ) from error
         return self._ones[key]
 
@@ -180,7 +180,7 @@ class ParityRunner:
 
     def compare(self, record: Record, expected: Record, limits: Limits) -> Comparison:
         """Compare a training with one of one process."""
-        return self.apart(lambda: compare(record, expected, limits))
+        return self.in_fork(lambda: compare(record, expected, limits))
 
     def compare_with_one(self, record: Record, expected: Record, dtype: Exact) -> tuple[Comparison, Limits]:
         """Compare strictly; where rounding noise may explain what is off in fp64, measure it and compare again."""
@@ -201,15 +201,15 @@ class ParityRunner:
             watched = self._on_ranks(
                 lambda world: watch_masks(world, self.preparation, eager, folder, limit), eager, folder
             )
-            finding = judge_masks([masks for masks, _ in watched], plan.layout)
+            finding = compare_masks([masks for masks, _ in watched], plan.layout)
             refusals = [refused for _, refused in watched if refused is not None]
             if finding is None and refusals:
                 raise refusals[0]
             self._masks[key] = finding
         return self._masks[key]
 
-    def apart(self, work: Callable[[], T]) -> T:
-        """Do work with tensors in a fork, so that this process stays fit to be forked."""
+    def in_fork(self, work: Callable[[], T]) -> T:
+        """Run work with tensors in a fork, so that this process can still be forked."""
         result: T = run_forked(lambda _: work(), 1, timeout_s=self.timeout_s)[0]
         return result
 
@@ -232,7 +232,7 @@ class ParityRunner:
             variants = [Variant(accumulation=parts) for parts in _SPLITS if self.batch_size % parts == 0]
             split = [self.one(dtype, variant) for variant in variants]
         masks = self.folder / f"compared-{dtype}.pt"
-        return self.apart(lambda: measure_noise(dtype, base, whole, split, masks))
+        return self.in_fork(lambda: measure_noise(dtype, base, whole, split, masks))
 
 
 def preload(names: Iterable[str] = _PRELOAD) -> None:

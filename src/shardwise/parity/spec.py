@@ -99,7 +99,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """How one plan stands against one process."""
+    """How one plan compares with one process."""
 
     plan: str
     status: Status

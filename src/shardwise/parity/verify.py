@@ -32,7 +32,7 @@ from shardwise.parity.plans import (
 from shardwise.parity.prepare import Preparation, job_name, job_source, source_job
 from shardwise.parity.progress import StuckError
 from shardwise.parity.reference import Variant
-from shardwise.parity.resume import judge_resume
+from shardwise.parity.resume import verify_resume
 from shardwise.parity.runner import ParityRunner, preload
 from shardwise.parity.spec import NPROC, Finding, Gap, PlanVerdict, VerifyReport, VerifySpec
 from shardwise.spec import signature_of
@@ -73,7 +73,7 @@ verify.__signature__ = signature_of(VerifySpec, "VerifyReport")  # type: ignore[
 def verify_job(
     spec: VerifySpec, *, job: Job | None = None, on_verdict: Callable[[PlanVerdict], None] = lambda _: None
 ) -> VerifyReport:
-    """Return how each plan compares with one process; `job` stands for the job file where there is none.
+    """Return how each plan compares with one process; `job` replaces the job file.
 
     With "all" plans, one that does not fit the job is not a failure. With `spec.resume` each plan is compared with
     itself instead: killed and resumed, on other ranks as the next plan, beside a run without a kill.
@@ -86,7 +86,7 @@ def verify_job(
     if spec.backend == "mpi":
         require_backend(spec.backend)
     preload()
-    # In a fork: a job file may run tensor operations when it is loaded, and this process must stay fit to be forked.
+    # In a fork: a job file may run tensor operations when it is loaded, and this process must stay able to fork.
     facts = run_forked(lambda _: _facts(source_job(source)), 1, timeout_s=spec.timeout_s)[0]
     batch_size, masks, framework = facts
     engine_named(framework).require()
@@ -108,7 +108,7 @@ def verify_job(
         preload(one.imported)
         for name in names:
             began = time.perf_counter()
-            verdict = judge(runner, name, nproc, precision, resumed_as=names if spec.resume else None)
+            verdict = verify_plan(runner, name, nproc, precision, resumed_as=names if spec.resume else None)
             if named is None and verdict.status == "refused":
                 verdict = msgspec.structs.replace(verdict, status="does not apply")
             verdicts.append(msgspec.structs.replace(verdict, seconds=time.perf_counter() - began))
@@ -119,7 +119,7 @@ def verify_job(
         nproc=nproc,
         steps=steps,
         precision=precision,
-        beside="a run that nobody stopped" if spec.resume else "one process",
+        beside="an uninterrupted run" if spec.resume else "one process",
         notes=(_NOTES[masks], *_BACKEND_NOTES.get(spec.backend, ()), *notes, *_coverage(one, batch_size), *one.remarks),
     )
 
@@ -150,7 +150,7 @@ def _facts(job: Job) -> tuple[int, Masks, Framework]:
     return job.batch_size, job.masks, job.engine
 
 
-def judge(
+def verify_plan(
     runner: ParityRunner, name: str, nproc: int, precision: Exact, *, resumed_as: Sequence[str] | None = None
 ) -> PlanVerdict:
     """Train one plan and give a verdict; whatever a rank raises is part of it."""
@@ -161,10 +161,10 @@ def judge(
         changes = changed_numbers(plan, has_batch_norm=runner.one(precision).traced[0].has_batch_norm)
         if resumed_as is not None:
             _require_exact(changes)
-            return judge_resume(runner, name, plan, resumed_as, precision)
+            return verify_resume(runner, name, plan, resumed_as, precision)
         if changes:
-            return _judge_by_band(runner, name, plan, changes)
-        return _judge_by_value(runner, name, in_precision(plan, precision), precision)
+            return _verify_by_band(runner, name, plan, changes)
+        return _verify_by_value(runner, name, in_precision(plan, precision), precision)
     except InputError as error:
         return PlanVerdict(plan=name, status="refused", reason=str(error))
     except StuckError as error:
@@ -172,7 +172,7 @@ def judge(
         return PlanVerdict(
             plan=name, status="failed", findings=(Finding(cause="hang", evidence=str(error), ranks=ranks),)
         )
-    except Exception as error:  # noqa: BLE001 - a plan that crashes has failed, and the others are still to be seen
+    except Exception as error:  # noqa: BLE001 - a plan that crashes has failed, and the others still run
         return PlanVerdict(plan=name, status="failed", reason=_crash_text(error))
 
 
@@ -186,29 +186,29 @@ def _require_exact(changes: dict[str, float]) -> None:
 
 
 def _crash_text(error: Exception) -> str:
-    """Say in one line what a rank raised and where."""
-    said = (str(error).strip().splitlines() or [""])[0]
+    """Return in one line what a rank raised and where."""
+    message = (str(error).strip().splitlines() or [""])[0]
     lines = [line.strip() for note in getattr(error, "__notes__", []) for line in note.splitlines()]
     frames = [line for line in lines if line.startswith("File ")]
     ours = [line for line in frames if "site-packages" not in line]
     places = ours or frames or [line for line in lines if line.startswith("last output")]
-    return f"a rank raised {type(error).__name__}: {said}" + (f" ({places[-1]})" if places else "")
+    return f"a rank raised {type(error).__name__}: {message}" + (f" ({places[-1]})" if places else "")
 
 
-def _judge_by_value(runner: ParityRunner, name: str, plan: Plan, precision: Exact) -> PlanVerdict:
+def _verify_by_value(runner: ParityRunner, name: str, plan: Plan, precision: Exact) -> PlanVerdict:
     """Compare every value, and look for the cause when one is off."""
     variant = _twin(runner, plan, precision)
     record = runner.run(plan)
     comparison, limits = runner.compare_with_one(record, runner.one(precision, variant), precision)
     if precision == "fp64" and _casts_inside(runner, comparison):
         record.discard()
-        verdict = _judge_by_value(runner, name, in_precision(plan, "fp32"), "fp32")
+        verdict = _verify_by_value(runner, name, in_precision(plan, "fp32"), "fp32")
         note = "; not in fp64, where one process differs from itself: the model casts to a lower precision"
         return msgspec.structs.replace(verdict, measure=verdict.measure + note)
     if comparison.first is None:
         findings = [*not_applied(plan, record.traced), *_mask_findings(runner, plan, precision)]
     elif not engine_named(plan.engine).has_plain_reference:
-        evidence = f"{comparison.first} parted first; causes are looked for in models of torch alone"
+        evidence = f"{comparison.first} diverged first; causes are searched in models of torch only"
         findings = [Finding(cause="not known", evidence=evidence)]
     else:
         case = Case(plan=plan, precision=precision, twin=variant, record=record, comparison=comparison)
@@ -232,7 +232,7 @@ def _casts_inside(runner: ParityRunner, comparison: Comparison) -> bool:
 
 
 def _measure(precision: Exact, limits: Limits) -> str:
-    """Say what every value was held to, and what was left out."""
+    """Return the limit of every value, and what was left out."""
     loosest = max(limits.kinds.values())
     if precision == "fp64" and loosest > EXACT:
         return f"every value within 4 noise floors in fp64 (at most {loosest:.1e}){conditions(limits)}"
@@ -249,15 +249,15 @@ def _mask_findings(runner: ParityRunner, plan: Plan, precision: Exact) -> list[F
 
 
 def not_applied(plan: Plan, traced: Sequence[Traced]) -> list[Finding]:
-    """Name the axes that were to cut the model and did not: whole copies give equal numbers and save nothing."""
-    cuts_weights = plan.zero == 3 or (plan.zero == 2 and engine_named(plan.engine).uses_fsdp)
+    """Name the axes that should shard the model and do not: whole copies give equal numbers and save nothing."""
+    shards_weights = plan.zero == 3 or (plan.zero == 2 and engine_named(plan.engine).uses_fsdp)
     findings = []
     for axis in ("pp", "tp", "shard"):
-        is_splitting = axis != "shard" or cuts_weights
-        if is_splitting and _all_alike(traced, plan.layout.groups(axis)[0]):
+        shards = axis != "shard" or shards_weights
+        if shards and _all_alike(traced, plan.layout.groups(axis)[0]):
             evidence = f"{axis} is {getattr(plan.layout, axis)}, but the ranks along it all hold the same parameters"
             findings.append(Finding(cause="plan not applied", evidence=evidence))
-    if plan.zero and not cuts_weights and any(each.optimized >= each.held for each in traced):
+    if plan.zero and not shards_weights and any(each.optimized >= each.held for each in traced):
         evidence = f"zero is {plan.zero}, but the optimizer keeps all its states"
         findings.append(Finding(cause="plan not applied", evidence=evidence))
     return findings
@@ -271,11 +271,11 @@ def _twin(runner: ParityRunner, plan: Plan, precision: Exact) -> Variant:
     """Return how one process must group its rows to be comparable: batch statistics belong to a micro-batch."""
     has_batch_norm = runner.one(precision).traced[0].has_batch_norm
     if has_batch_norm and plan.accumulation > 1:
-        return Variant(readers=plan.layout.dp, accumulation=plan.accumulation)
+        return Variant(dp_size=plan.layout.dp, accumulation=plan.accumulation)
     return Variant()
 
 
-def _judge_by_band(runner: ParityRunner, name: str, plan: Plan, changes: dict[str, float]) -> PlanVerdict:
+def _verify_by_band(runner: ParityRunner, name: str, plan: Plan, changes: dict[str, float]) -> PlanVerdict:
     """Compare losses by a band, and gradients and updates by the rounding that one process shows."""
     steps = _band_steps(plan, runner.preparation.steps)
     twin = _twin(runner, plan, "fp32")
@@ -287,7 +287,7 @@ def _judge_by_band(runner: ParityRunner, name: str, plan: Plan, changes: dict[st
     dtype = rounds_in(plan)
     if dtype is not None:
         lower = runner.one_in(plan, twin)
-        gaps += runner.apart(lambda: rounding_gaps(record, expected, lower, plan))
+        gaps += runner.in_fork(lambda: rounding_gaps(record, expected, lower, plan))
         measure += f"; gradients and updates as close to fp32 as one process in {dtype}"
     record.discard()
     first = next((gap for gap in gaps if not gap.beyond <= 1), None)
@@ -317,5 +317,5 @@ def _band_steps(plan: Plan, steps: int) -> int:
 def _exact_causes(runner: ParityRunner, name: str, plan: Plan, first: Gap, dtype: str) -> list[Finding]:
     """Look for the cause in the plan without lower precision, where values can be compared."""
     precision = measured_in(plan, "fp64")
-    exact = _judge_by_value(runner, name, exact_counterpart(plan, precision), precision)
+    exact = _verify_by_value(runner, name, exact_counterpart(plan, precision), precision)
     return list(exact.findings) or [no_exact_cause(first, dtype)]

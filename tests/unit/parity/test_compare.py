@@ -57,5 +57,5 @@ def test_one_use_of_a_shared_weight_in_the_wrong_place_is_found():
 
 
 def test_rows_are_grouped_as_the_readers_of_a_plan_see_them():
-    assert regroup(8, readers=2, accumulation=2) == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert regroup(3, readers=2, accumulation=2) == [[1], [0, 2]]
+    assert regroup(8, dp_size=2, accumulation=2) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert regroup(3, dp_size=2, accumulation=2) == [[1], [0, 2]]

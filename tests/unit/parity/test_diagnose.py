@@ -11,7 +11,7 @@ from shardwise.parity.capture import Traced
 from shardwise.parity.compare import Comparison
 from shardwise.parity.diagnose import diagnose
 from shardwise.parity.evidence import Cell, Evidence
-from shardwise.parity.masks import Mask, _noted_masks, judge_masks
+from shardwise.parity.masks import Mask, _noted_masks, compare_masks
 from shardwise.parity.progress import Pulse
 from shardwise.parity.spec import Gap
 from shardwise.plans import Plan
@@ -99,7 +99,7 @@ def test_one_factor_on_everything_is_double_scaling(factor):
     (finding,) = diagnose(given)
     assert finding.cause == "double loss scaling"
     assert f"{factor:.6g} times" in finding.evidence
-    assert ("the number of readers" in finding.evidence) == (factor in (2.0, 0.5))
+    assert ("the data-parallel size" in finding.evidence) == (factor in (2.0, 0.5))
 
 
 def test_a_parameter_without_gradient_is_named():
@@ -223,25 +223,25 @@ def masks(rank, *, same_mask, same_input):
     ("same_input", "same_mask", "words"),
     [
         (False, True, "equal dropout seeds across tensor-parallel ranks"),
-        (True, False, "different dropout seeds outside the cut region"),
+        (True, False, "different dropout seeds outside the sharded region"),
     ],
 )
 def test_masks_must_differ_inside_the_cut_region_and_agree_outside(same_input, same_mask, words):
     by_rank = [masks(rank, same_mask=same_mask, same_input=same_input) for rank in range(2)]
-    finding = judge_masks(by_rank, Layout(tp=2))
+    finding = compare_masks(by_rank, Layout(tp=2))
     assert (finding.cause, finding.parameter, finding.ranks) == (words, "blocks.0.drop", (0, 1))
 
 
 @pytest.mark.parametrize("axis", ["replicate", "shard", "cp"])
 def test_ranks_with_other_samples_or_tokens_must_not_drop_the_same_in_every_call(axis):
     equal = [masks(rank, same_mask=True, same_input=False) * 2 for rank in range(2)]
-    finding = judge_masks(equal, Layout(**{axis: 2}))
+    finding = compare_masks(equal, Layout(**{axis: 2}))
     assert finding.cause == "equal dropout seeds across data-parallel ranks"
     once = [
         [*masks(rank, same_mask=True, same_input=False), *masks(rank, same_mask=False, same_input=False)]
         for rank in (0, 1)
     ]
-    assert judge_masks(once, Layout(**{axis: 2})) is None
+    assert compare_masks(once, Layout(**{axis: 2})) is None
 
 
 @pytest.mark.parametrize(("rate", "is_mask"), [(0.0, False), (0.5, True)])
@@ -254,14 +254,14 @@ def test_a_dropout_that_drops_nothing_has_no_mask(rate, is_mask):
 
 def test_dropout_that_is_off_on_one_rank_only_is_found():
     on, off = (Mask(place="blocks.0.drop", given=(1.0, 1.0), dropped=dropped) for dropped in ("some", ""))
-    assert judge_masks([[on], [off]], Layout(tp=2)).parameter == "blocks.0.drop"
-    assert judge_masks([[off], [off]], Layout(tp=2)) is None
+    assert compare_masks([[on], [off]], Layout(tp=2)).parameter == "blocks.0.drop"
+    assert compare_masks([[off], [off]], Layout(tp=2)) is None
 
 
 @pytest.mark.parametrize("same", [True, False])
 def test_sound_masks_are_not_accused(same):
     by_rank = [masks(rank, same_mask=same, same_input=same) for rank in range(2)]
-    assert judge_masks(by_rank, Layout(tp=2)) is None
+    assert compare_masks(by_rank, Layout(tp=2)) is None
 
 
 def test_a_gradient_that_is_not_finite_in_one_process_is_no_fault_of_the_plan():

@@ -119,7 +119,7 @@ def test_double_loss_scaling(plant):
     finding = finding_on("zero3")
     assert finding.cause == "double loss scaling"
     assert "2 times" in finding.evidence
-    assert "the number of readers" in finding.evidence
+    assert "the data-parallel size" in finding.evidence
 
 
 @pytest.mark.representative("unsynced parameter", "per-rank clipping")
@@ -363,7 +363,7 @@ def test_equal_dropout_seeds_across_tensor_parallel_ranks(plant):
 def test_different_dropout_seeds_outside_the_cut_region(plant):
     plant(CutRandom, "leave", lambda right, self: None)
     finding = finding_on("tp", job="tensor_dropout")
-    assert finding.cause == "different dropout seeds outside the cut region"
+    assert finding.cause == "different dropout seeds outside the sharded region"
 
 
 @pytest.mark.representative("ddp")

@@ -34,7 +34,7 @@ def test_sound_resumes_pass_under_the_next_plan_on_other_ranks():
         assert (verdict.status, verdict.findings) == ("passed", ())
         assert verdict.worst.relative < 1e-11
         assert verdict.measure.endswith(f"resumed on 2 ranks, then as {following} on 1 rank")
-    assert report.to_text().splitlines()[-1] == "jobs: 2 passed; 5 steps on 2 ranks beside a run that nobody stopped"
+    assert report.to_text().splitlines()[-1] == "jobs: 2 passed; 5 steps on 2 ranks beside an uninterrupted run"
 
 
 def test_keyed_masks_are_the_same_on_other_ranks():
@@ -171,7 +171,7 @@ def test_a_run_that_starts_again_instead(monkeypatch):
 
 
 def test_saves_that_never_happen_fail_the_plan(monkeypatch):
-    monkeypatch.setattr("shardwise.parity.kill._PATIENCE_S", 0.5)
+    monkeypatch.setattr("shardwise.parity.kill._TIMEOUT_S", 0.5)
     monkeypatch.setattr(saving.Saving, "is_due", lambda self, number: False)
     (verdict,) = report_on(["ddp"]).verdicts
     assert verdict.status == "failed"

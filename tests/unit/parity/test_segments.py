@@ -1,4 +1,4 @@
-"""Lives of a killed training beside a run that nobody stopped: each way to part has its name."""
+"""Segments of a killed training beside an uninterrupted run: each way to diverge has its name."""
 
 import dataclasses
 import math
@@ -6,7 +6,7 @@ import math
 import pytest
 
 from shardwise.layout import Layout
-from shardwise.parity.lives import Life, SeenSamples, find_parting, loss_gaps, name_values
+from shardwise.parity.segments import SeenSamples, Segment, find_divergence, loss_gaps, name_values
 from shardwise.parity.spec import Gap
 
 STEPS = 6
@@ -24,39 +24,39 @@ def life(begins=0, stop=STEPS, ranks=2, changes=None, **fields):
         [seen(step, rank, ranks, **(changes or {}).get(step, {})) for step in range(begins, stop)]
         for rank in range(ranks)
     ]
-    made = Life(words=f"ddp on {ranks} ranks", layout=Layout(replicate=ranks), begins=begins, ranks=lines)
+    made = Segment(label=f"ddp on {ranks} ranks", layout=Layout(replicate=ranks), begins=begins, ranks=lines)
     return dataclasses.replace(made, **fields)
 
 
-def parting(second=None, last=None, *, first=None, drawn_by=""):
+def divergence(second=None, last=None, *, first=None, drawn_by=""):
     lives = [first or life(stop=3), second or life(2, 4), last or life(3, ranks=4)]
-    return find_parting(life(), lives, 1e-9, drawn_by=drawn_by)
+    return find_divergence(life(), lives, 1e-9, drawn_by=drawn_by)
 
 
 def cause(**lives):
-    return parting(**lives).finding.cause
+    return divergence(**lives).finding.cause
 
 
 def test_sound_lives_do_not_part():
-    assert parting() is None
+    assert divergence() is None
 
 
 def test_a_rank_that_saw_a_step_more_before_it_died_is_no_difference():
     ranks = life(stop=3).ranks
-    assert parting(first=life(ranks=2, stop=3)) is None
-    assert parting(first=dataclasses.replace(life(), ranks=[ranks[0], ranks[1][:2]])) is None
+    assert divergence(first=life(ranks=2, stop=3)) is None
+    assert divergence(first=dataclasses.replace(life(), ranks=[ranks[0], ranks[1][:2]])) is None
 
 
 def test_rows_of_the_next_step_are_recognised():
     shifted = {step: {"rows": seen(step + 1, ranks=1).rows} for step in (2, 3)}
-    found = parting(second=life(2, 4, changes=shifted)).finding
+    found = divergence(second=life(2, 4, changes=shifted)).finding
     assert found.cause == "other samples"
     assert found.evidence == "ddp on 2 ranks: step 2 trained on the rows of step 3"
     assert found.step == 2
 
 
 def test_rows_left_out_and_taken_instead_are_counted():
-    found = parting(last=life(3, ranks=4, changes={4: {"rows": ("row 16", "row 17", "stranger")}})).finding
+    found = divergence(last=life(3, ranks=4, changes={4: {"rows": ("row 16", "row 17", "stranger")}})).finding
     assert found.evidence.endswith("step 4 left 2 of its 4 rows out and took 1 others")
 
 
@@ -76,7 +76,7 @@ def test_what_was_not_restored_is_named_by_the_step_that_shows_it(changes, expec
 
 
 def test_random_numbers_of_another_layout_are_not_compared():
-    assert parting(last=life(3, ranks=4, changes={3: {"draw": 0.5}})) is None
+    assert divergence(last=life(3, ranks=4, changes={3: {"draw": 0.5}})) is None
 
 
 def test_a_model_that_draws_is_excused_on_another_layout_only():
