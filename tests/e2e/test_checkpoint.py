@@ -70,7 +70,7 @@ def test_ls_names_what_is_torn(run, capfd):
     shown = capfd.readouterr().out
     assert shown.count(" damaged ") == 2
     assert "rank-00000.safetensors cannot be read" in shown
-    assert "manifest.json is no manifest" in shown
+    assert "manifest.json is not a manifest" in shown
 
 
 def test_inspect_shows_facts_and_tensors(run, capfd):

@@ -1,4 +1,8 @@
-"""Saving behind the training loop's back: it waits for a copy, a thread does the rest."""
+"""Asynchronous saving: the training loop waits for a copy on the host, a background thread writes it.
+
+The invariant: a rank never raises alone. A copy that fails on one rank is handed to its thread, and the collective of
+the write makes every rank raise the same error at the next call.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ _NICENESS = 10
 
 @dataclass(frozen=True)
 class StallReport:
-    """What a save that goes on in the background cost the training loop."""
+    """What a save in the background cost the training loop."""
 
     waited_s: float
     """For the save before it, which was not yet done."""
@@ -42,7 +46,7 @@ class StallReport:
 
     @property
     def stall_s(self) -> float:
-        """Seconds for which training stood still."""
+        """Seconds for which training was blocked."""
         return self.waited_s + self.planned_s + self.copied_s
 
 
@@ -86,14 +90,14 @@ class AsyncSaver:
         return self._pending is not None and not self._pending.done()
 
     def close(self) -> None:
-        """Wait for the save under way, then give the staging memory back; raises what that save raised."""
+        """Wait for the save under way, then release the staging memory; raises what that save raised."""
         try:
             self.finish()
         finally:
             self._staging.release()
 
     def _stage(self, draft: Draft) -> Future[dict[str, Tensor]]:
-        """Copy this rank's part; a failure is kept for the thread, which tells all ranks."""
+        """Copy this rank's pieces; a failure is kept for the thread, which reports it to all ranks."""
         copies: Future[dict[str, Tensor]] = Future()
         try:
             copies.set_result(self._staging.copy(draft.pieces))
@@ -151,7 +155,7 @@ class Staging:
         return copies
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._chunks.clear()
 
     def _chunk(self, number: int, size: int, *, is_pinned: bool) -> Tensor:
@@ -164,15 +168,15 @@ class Staging:
 
 
 def _packed(pieces: Mapping[str, Tensor]) -> list[list[str]]:
-    """Deal the names into chunks, the widest dtypes first, so that every piece is aligned; a giant gets its own."""
+    """Assign the names to chunks, the widest dtypes first, so that all are aligned; a larger piece gets its own."""
     chunks: list[list[str]] = []
-    room = 0
+    free_bytes = 0
     for name in sorted(pieces, key=lambda name: -pieces[name].element_size()):
-        if pieces[name].nbytes > room:
+        if pieces[name].nbytes > free_bytes:
             chunks.append([])
-            room = CHUNK
+            free_bytes = CHUNK
         chunks[-1].append(name)
-        room -= pieces[name].nbytes
+        free_bytes -= pieces[name].nbytes
     return chunks
 
 

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 TEMPORARY = ".tmp-"
-"""Everything under such a name is unfinished or on its way out, and may be removed by the next save."""
+"""Everything under such a name is unfinished or being removed, and may be removed by the next save."""
 LOCK = ".lock"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
-"""What file systems without locks answer: there, two runs that save into one folder are not kept apart."""
+"""Errors of file systems without locks: there, two runs that save into one folder are not detected."""
 
 
 def temporary_name(name: str) -> str:
@@ -33,9 +33,9 @@ def temporary_name(name: str) -> str:
     return f"{TEMPORARY}{name}-{secrets.token_hex(4)}"
 
 
-def is_seen(path: Path, *, patience_s: float = 2.0) -> bool:
-    """Whether `path` is there, or appears soon: a network file system may show another node's work late."""
-    deadline = time.monotonic() + patience_s
+def is_seen(path: Path, *, timeout_s: float = 2.0) -> bool:
+    """Whether `path` exists, or appears soon: a network file system may show what another node wrote late."""
+    deadline = time.monotonic() + timeout_s
     while not path.exists():
         if time.monotonic() > deadline:
             return False
@@ -98,13 +98,13 @@ def sweep(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def lock(folder: Path, *, patience_s: float = 10.0) -> int:
-    """Return a descriptor that holds the folder until it is closed or its process dies.
+def lock(folder: Path, *, timeout_s: float = 10.0) -> int:
+    """Return a descriptor that locks the folder until it is closed or its process dies.
 
     Waits a little: forked children of a killed writer (data loaders) hold its lock until they notice.
     """
     fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,7 +127,7 @@ def lock(folder: Path, *, patience_s: float = 10.0) -> int:
 
 
 def unlock(fd: int) -> None:
-    """Let the folder go, also where a forked child still has the descriptor."""
+    """Release the lock, also where a forked child still has the descriptor."""
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
@@ -137,7 +137,7 @@ def unlock(fd: int) -> None:
 
 
 def crc32(data: Any, start: int = 0) -> int:
-    """Return the CRC-32 of a buffer, going on from `start`; other threads run meanwhile."""
+    """Return the CRC-32 of a buffer, continued from `start`; other threads run meanwhile."""
     return zlib_ng.crc32(data, start)
 
 

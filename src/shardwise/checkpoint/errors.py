@@ -59,7 +59,7 @@ def explained(error: Exception) -> ShardwiseError:
     return CheckpointError(f"{type(error).__name__}: {error}", code="checkpoint.unexpected-error")
 
 
-# What the things in a checkpoint folder are called.
+# File names in a checkpoint folder.
 
 
 LATEST = "latest"
@@ -84,7 +84,7 @@ def shard_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-# All ranks go on, or all ranks raise the same error: the one way in which this room communicates.
+# All ranks continue, or all ranks raise the same error: the only way in which this package communicates.
 
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ def together(
     verdict = _conclude([mine], conclude)[0] if group is None else _exchange(mine, conclude, group)
     if isinstance(verdict, _Failure):
         cause = mine.cause if isinstance(mine, _Failure) else verdict.cause
-        raise verdict.told(doing, size_of(group)) from cause
+        raise verdict.as_error(doing, size_of(group)) from cause
     reply: R = verdict
     return reply
 
@@ -131,10 +131,10 @@ class _Failure:
     cause: Exception | None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The cause stays at home: a foreign exception need not survive pickling.
+        # Without the cause: a foreign exception need not survive pickling.
         return (_Failure, (self.rank, self.host, self.error, None))
 
-    def told(self, doing: str, size: int) -> ShardwiseError:
+    def as_error(self, doing: str, size: int) -> ShardwiseError:
         who = f" on rank {self.rank} ({self.host})" if size > 1 else ""
         return type(self.error)(f"{doing} failed{who}: {self.error.fact}", code=self.error.code, fix=self.error.fix)
 
@@ -142,7 +142,7 @@ class _Failure:
 def _attempt(rank: int, work: Callable[[], T]) -> T | _Failure:
     try:
         return work()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the peers must hear of it before anyone raises
+    except Exception as error:  # noqa: BLE001 - whatever it is, the peers must know of it before any rank raises
         return _Failure(rank, socket.gethostname(), explained(error), error)
 
 

@@ -40,7 +40,7 @@ class CheckpointFolder:
         self.path = Path(path)
 
     def latest(self) -> Path | None:
-        """Return the checkpoint that was saved last, as the `latest` file tells; None without a usable one."""
+        """Return the checkpoint that was saved last, as the `latest` file names it; None without a usable one."""
         try:
             name = read_regular(self.path / LATEST, max_bytes=64).decode("ascii", errors="replace")
         except (OSError, DamagedError):
@@ -80,7 +80,7 @@ class CheckpointFolder:
         return None, damages
 
     def prune(self, keep: Keep, *, deep: bool = False) -> list[Path]:
-        """Remove what `keep` does not want and return it; on one rank only.
+        """Remove what `keep` does not keep and return it; on one rank only.
 
         The newest good checkpoint stays in any case, and without a good one everything does. `deep` reads every byte
         to find it; without it a checkpoint that was just saved is trusted.
@@ -109,7 +109,7 @@ def find_checkpoints(path: Path) -> list[Path]:
 
 def load_newest(
     path: Path | str,
-    make_room: Callable[[Manifest], Mapping[str, Tensor]],
+    allocate: Callable[[Manifest], Mapping[str, Tensor]],
     *,
     group: dist.ProcessGroup | None,
     strict: bool = True,
@@ -117,18 +117,18 @@ def load_newest(
 ) -> LoadReport | None:
     """Load the newest good checkpoint at `path`; called on every rank, communicates over `group`.
 
-    `path` is a run directory, a folder of checkpoints, or one. `make_room` returns the tensors to fill from the one
+    `path` is a run directory, a folder of checkpoints, or one. `allocate` returns the tensors to fill from the one
     whose manifest it is given: called on every rank, again for the next one where the bytes turn out to be damaged.
     Returns None if there is no checkpoint at all. Damaged ones are skipped and named in the report; if all are
     damaged, raises a DamagedError that names each. Otherwise as `load`.
     """
     doing = f"looking for checkpoints in {path}"
-    paths, skipped = together(group, doing, lambda: None, lambda _: [_sift(Path(path))] * size_of(group))
+    paths, skipped = together(group, doing, lambda: None, lambda _: [_skip_damaged(Path(path))] * size_of(group))
     for each in paths:
         try:
             manifest = _read_together(each, group)
-            report = load(each, make_room(manifest), group=group, strict=strict, announce=announce)
-        except DamagedError as error:  # raised on every rank alike, so all go on to the next together
+            report = load(each, allocate(manifest), group=group, strict=strict, announce=announce)
+        except DamagedError as error:  # raised on every rank alike, so all continue with the next together
             skipped.append(error.fact)
         else:
             return dataclasses.replace(report, skipped=tuple(skipped))
@@ -136,15 +136,15 @@ def load_newest(
         raise DamagedError(
             f"no checkpoint in {path} can be used: {'; '.join(skipped)}",
             code="checkpoint.none-usable",
-            fix="remove them to begin anew, or name another",
+            fix="remove them to start over, or name another",
         )
     return None
 
 
-def _sift(path: Path) -> tuple[list[Path], list[str]]:
+def _skip_damaged(path: Path) -> tuple[list[Path], list[str]]:
     """Return the checkpoints at `path` up to the first with the right sizes and headers, and what the others lack.
 
-    So that room is seldom made in vain: reading every byte is left to the loading itself.
+    So that tensors are seldom allocated in vain: reading every byte is left to the load itself.
     """
     paths = find_checkpoints(path)
     skipped: list[str] = []
@@ -181,7 +181,7 @@ def _metrics(manifest: Manifest) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """One checkpoint in a folder, as its manifest tells."""
+    """One checkpoint in a folder, as its manifest describes it."""
 
     path: Path
     step: int

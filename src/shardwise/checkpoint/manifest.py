@@ -72,13 +72,13 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that a checkpoint says of itself."""
+    """The contents of a checkpoint."""
 
     step: int
     saved_at: float
     """Seconds since 1970."""
     facts: dict[str, Any]
-    """What is no tensor: plan, cursor, random states, hyper-parameters, metrics, the user's own."""
+    """Everything but tensors: plan, cursor, random states, hyper-parameters, metrics, the user's own."""
     files: dict[str, int]
     """Size of each shard file in bytes."""
     tensors: dict[str, TensorEntry]
@@ -122,7 +122,7 @@ def decode(data: bytes, origin: str) -> Manifest:
             )
         manifest = msgspec.json.decode(envelope.content, type=Manifest)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise DamagedError(f"{origin} is no manifest ({error})", code="checkpoint.manifest-invalid") from None
+        raise DamagedError(f"{origin} is not a manifest ({error})", code="checkpoint.manifest-invalid") from None
     problem = find_problem(manifest)
     if problem:
         raise DamagedError(f"{origin} contradicts itself: {problem}", code="checkpoint.manifest-inconsistent")
@@ -149,7 +149,7 @@ def read_manifest(folder: Path | str) -> Manifest:
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Return the bytes of a plain file that is no link and no larger than `max_bytes`."""
+    """Return the bytes of a plain file that is not a link and not larger than `max_bytes`."""
     fd = open_regular(path)
     with os.fdopen(fd, "rb") as file:
         size = os.fstat(fd).st_size
@@ -220,13 +220,13 @@ def _overlap(pieces: tuple[Piece, ...]) -> bool:
     open_pieces: list[Piece] = []
     for piece in sorted(pieces, key=lambda piece: piece.offsets[dim]):
         open_pieces = [other for other in open_pieces if other.offsets[dim] + other.shape[dim] > piece.offsets[dim]]
-        if any(_meet(piece, other) for other in open_pieces):
+        if any(_intersect(piece, other) for other in open_pieces):
             return True
         open_pieces.append(piece)
     return False
 
 
-def _meet(one: Piece, other: Piece) -> bool:
+def _intersect(one: Piece, other: Piece) -> bool:
     return all(
         a < b + m and b < a + n for a, n, b, m in zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
     )

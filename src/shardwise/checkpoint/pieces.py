@@ -1,7 +1,7 @@
 """Which box of a tensor this rank holds, and who writes which: torch's checkpoint planning, over our own storage.
 
 Deduplication and resharding are torch.distributed.checkpoint's. Where a box begins is computed here: torch asks the
-placements from left to right, which misplaces rows when a dimension is cut by tensor and then by shard, both unevenly
+placements from left to right, which misplaces rows when a dimension is sharded by tp and then by shard, both unevenly
 (the 50,257 rows of GPT-2's vocabulary on shard4 x tp2).
 """
 
@@ -44,31 +44,31 @@ def box_of(name: str, tensor: Tensor) -> ChunkStorageMetadata:
     """Return where this rank's values lie in the whole tensor; `name` is for errors."""
     offsets, lengths = [0] * tensor.ndim, list(tensor.shape)
     if isinstance(tensor, DTensor):
-        _cut(name, tensor, offsets, lengths)
-    held = tuple(local_data(tensor).shape)
-    if held != tuple(lengths):
+        _narrow(name, tensor, offsets, lengths)
+    local_shape = tuple(local_data(tensor).shape)
+    if local_shape != tuple(lengths):
         raise CheckpointError(
-            f"tensor {name!r} holds {held} here, its placements say {tuple(lengths)}",
+            f"tensor {name!r} has {local_shape} here, and its placements give {tuple(lengths)}",
             code="checkpoint.placement-mismatch",
         )
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths))
 
 
-def _cut(name: str, tensor: DTensor, offsets: list[int], lengths: list[int]) -> None:
-    """Narrow the whole tensor's box to this rank's, one mesh axis after another in the order they were cut."""
+def _narrow(name: str, tensor: DTensor, offsets: list[int], lengths: list[int]) -> None:
+    """Narrow the whole tensor's box to this rank's, one mesh axis after another in the order of sharding."""
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise CheckpointError(
-            f"tensor {name!r} lives on a mesh that this rank is no part of", code="checkpoint.foreign-mesh"
+            f"tensor {name!r} is on a mesh that does not contain this rank", code="checkpoint.foreign-mesh"
         )
-    cuts = [(axis, placement) for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    sharded = [(axis, placement) for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     pieces_so_far = [1] * tensor.ndim
-    # A split factor tells how many pieces there were before this cut; a plain Shard is cut in the order it stands.
-    for axis, placement in sorted(cuts, key=lambda cut: getattr(cut[1], "split_factor", 1)):
+    # A split factor is the number of pieces before this axis; plain Shards apply in the order of the mesh.
+    for axis, placement in sorted(sharded, key=lambda each: getattr(each[1], "split_factor", 1)):
         dim = getattr(placement, "dim", None)
         if dim is None or getattr(placement, "split_factor", pieces_so_far[dim]) != pieces_so_far[dim]:
             raise CheckpointError(
-                f"tensor {name!r} is placed as {tensor.placements}, which is no box of it",
+                f"tensor {name!r} is placed as {tensor.placements}, which is not a box of it",
                 code="checkpoint.placement-unsupported",
             )
         parts = tensor.device_mesh.size(axis)
@@ -113,7 +113,7 @@ def propose(tensors: Mapping[str, Tensor]) -> WriteProposal:
 
 
 def assign(proposals: Sequence[WriteProposal]) -> tuple[list[list[str]], dict[str, Form]]:
-    """Return the names that each rank shall write, every box by one rank only, and the form of every tensor."""
+    """Return the names that each rank must write, every box by one rank only, and the form of every tensor."""
     forms: dict[str, Form] = {}
     for proposal in proposals:
         for name, form in proposal.forms.items():

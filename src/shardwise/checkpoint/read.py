@@ -82,7 +82,7 @@ def load(
     Whatever layout saved it, each rank reads what falls into its own pieces. All bytes a rank needs are read and
     compared with their checksums first, on all ranks, so that a damaged checkpoint changes nothing. `strict` refuses
     when names, shapes or dtypes differ; otherwise tensors that match are filled and the rest is left and reported.
-    `announce` hears on every rank what will be read, before it is. Without a group this process is the whole world.
+    `announce` receives on every rank what will be read, before it is. Without a group this process is the whole world.
     """
     began = time.perf_counter()
     path, doing = Path(path), f"loading {path}"
@@ -147,7 +147,7 @@ def _merge(path: Path, findings: list[_Findings]) -> RankComparison:
         )
     saved = findings[0].saved
     asked = dict.fromkeys(name for found in findings for name in found.asked)
-    differing = {name: words for found in findings for name, words in found.differing.items()}
+    differing = {name: text for found in findings for name, text in found.differing.items()}
     comparison = RankComparison(
         restored=tuple(name for name in asked if name in saved and name not in differing),
         missing=tuple(name for name in asked if name not in saved),
@@ -160,7 +160,7 @@ def _merge(path: Path, findings: list[_Findings]) -> RankComparison:
     return comparison
 
 
-# This rank's part of a load: what to read, whether it is sound, and into which memory it goes.
+# One rank of a load: what to read, whether it is sound, and into which memory it goes.
 
 
 BUFFER = 64 << 20

@@ -36,7 +36,7 @@ _MAX_WRITE = 1 << 30
 
 @dataclass(frozen=True)
 class ShardRange:
-    """Where one piece lies in its file."""
+    """Where one piece is in its file."""
 
     begin: int
     end: int
@@ -58,7 +58,7 @@ class ShardLayout:
 
     @classmethod
     def of(cls, pieces: Mapping[str, tuple[str, tuple[int, ...]]]) -> ShardLayout:
-        """Lay out pieces given as dtype name and shape; the widest dtypes first, so that all are aligned."""
+        """Place pieces given as dtype name and shape; the widest dtypes first, so that all are aligned."""
         order = sorted(pieces, key=lambda name: (-DTYPES[pieces[name][0]].itemsize, name))
         spans, end = {}, 0
         for name in order:
@@ -112,9 +112,9 @@ def write_shard(path: Path, layout: ShardLayout, pieces: Mapping[str, Tensor]) -
     try:
         with ThreadPoolExecutor(1, "checksum") as checker:
             _write(fd, memoryview(layout.header))
-            told = {name: _write_piece(fd, pieces[name], checker) for name in layout.places}
+            pending = {name: _write_piece(fd, pieces[name], checker) for name in layout.places}
             os.fsync(fd)
-            checksums = {name: result() for name, result in told.items()}
+            checksums = {name: result() for name, result in pending.items()}
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
@@ -130,11 +130,11 @@ def _write_piece(fd: int, piece: Tensor, checker: ThreadPoolExecutor) -> Callabl
         _write(fd, memory)
         checksum = crc32_text(memory)
         return lambda: checksum
-    told = checker.submit(crc32_text, memory)
+    pending = checker.submit(crc32_text, memory)
     _write(fd, memory)
     if host.data_ptr() != piece.data_ptr():
-        told.result()  # so that no second copy piles up on the host
-    return told.result
+        pending.result()  # so that no second copy piles up on the host
+    return pending.result
 
 
 def _write(fd: int, memory: memoryview) -> None:

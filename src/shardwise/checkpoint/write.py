@@ -1,4 +1,4 @@
-"""Saving: every rank writes its own pieces, all agree, then the checkpoint is seen, whole."""
+"""Saving: every rank writes its own pieces, all agree, then the checkpoint becomes visible, whole."""
 
 from __future__ import annotations
 
@@ -88,26 +88,28 @@ class Draft:
         self._facts: dict[str, Any] = {}
         self._publication = Publication(folder, step)
         try:
-            self._order = together(group, self._doing, lambda: self._propose(tensors, facts), self._publication.open)
+            self._assignment = together(
+                group, self._doing, lambda: self._propose(tensors, facts), self._publication.open
+            )
         except BaseException:
             self._publication.close()
             raise
-        self._offsets = {name: tuple(box_of(name, tensors[name]).offsets) for name in self._order.names}
-        self.pieces = {name: local_data(tensors[name]) for name in self._order.names}
-        """This rank's part by name: the very memory of the tensors that were given."""
+        self._offsets = {name: tuple(box_of(name, tensors[name]).offsets) for name in self._assignment.names}
+        self.pieces = {name: local_data(tensors[name]) for name in self._assignment.names}
+        """This rank's pieces by name: the memory of the given tensors themselves."""
         self.bytes_here = sum(piece.nbytes for piece in self.pieces.values())
 
     def write(self, get_pieces: Callable[[], Mapping[str, Tensor]]) -> SaveReport:
         """Write what `get_pieces` returns and publish it; called once on every rank, communicates over the group.
 
-        It returns this rank's part with its values: `pieces`, a copy of them, or what reads them one after another.
+        It returns this rank's pieces with their values: `pieces`, a copy of them, or what reads them one after another.
         """
         try:
             published = together(
                 self._group,
                 self._doing,
                 lambda: self._write(get_pieces()),
-                lambda results: self._publication.publish(self._order.temporary, results, self._facts),
+                lambda results: self._publication.publish(self._assignment.temporary, results, self._facts),
             )
         finally:
             self._publication.close()
@@ -121,20 +123,21 @@ class Draft:
         return propose(tensors)
 
     def _write(self, pieces: Mapping[str, Tensor]) -> Written:
-        order = self._order
-        if not is_seen(order.temporary):
+        assignment = self._assignment
+        if not is_seen(assignment.temporary):
+            made_on, here = assignment.maker, socket.gethostname()
             raise CheckpointError(
-                f"{order.temporary} was made by rank 0 on {order.maker} and is not there on {socket.gethostname()}",
+                f"{assignment.temporary}, made by rank 0 on {made_on}, does not exist on {here}",
                 code="checkpoint.storage-not-shared",
                 fix="save to storage that every node shares",
             )
         file = shard_name(rank_in(self._group))
-        if not order.names:
+        if not assignment.names:
             return Written(file, 0, {})
         layout = ShardLayout.of(
             {name: (CODES[piece.dtype], tuple(piece.shape)) for name, piece in self.pieces.items()},
         )
-        checksums = write_shard(order.temporary / file, layout, pieces)
+        checksums = write_shard(assignment.temporary / file, layout, pieces)
         written = {
             name: Piece(file, self._offsets[name], layout.places[name].shape, checksum)
             for name, checksum in checksums.items()
@@ -142,12 +145,12 @@ class Draft:
         return Written(file, layout.size, written)
 
 
-# Rank 0's part of a save: the temporary folder, the manifest, and the moment when the checkpoint becomes visible.
+# Rank 0 of a save: the temporary folder, the manifest, and the moment when the checkpoint becomes visible.
 
 
 @dataclass(frozen=True)
-class Order:
-    """What one rank is told to write, and where."""
+class WriteAssignment:
+    """What one rank writes, and where."""
 
     temporary: Path
     maker: str
@@ -166,7 +169,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Published:
-    """The checkpoint as all ranks hear of it."""
+    """The published checkpoint, as all ranks receive it."""
 
     path: Path
     num_bytes: int
@@ -182,15 +185,15 @@ class Publication:
         self._lock: int | None = None
         self._forms: dict[str, Form] = {}
 
-    def open(self, proposals: list[WriteProposal]) -> list[Order]:
-        """Lock the folder, clear what dead saves left, make the temporary folder, and tell each rank its part."""
+    def open(self, proposals: list[WriteProposal]) -> list[WriteAssignment]:
+        """Lock the folder, clear what dead saves left, make the temporary folder, and assign what each rank writes."""
         chosen, self._forms = assign(proposals)
-        self._folder.mkdir(exist_ok=True)  # not its parents: if those have vanished, say so
+        self._folder.mkdir(exist_ok=True)  # not its parents: if those have vanished, that is an error
         self._lock = lock(self._folder)
         sweep(self._folder)
         self._temporary = self._folder / temporary_name(name_of(self._step))
         self._temporary.mkdir()
-        return [Order(self._temporary, socket.gethostname(), names) for names in chosen]
+        return [WriteAssignment(self._temporary, socket.gethostname(), names) for names in chosen]
 
     def publish(self, temporary: Path, results: list[Written], facts: dict[str, Any]) -> list[Published]:
         """Check what all ranks wrote, write the manifest, give the folder its name, and move `latest`."""
@@ -217,7 +220,7 @@ class Publication:
         return [Published(path, manifest.num_bytes)] * len(results)
 
     def close(self) -> None:
-        """Remove what was not published and let the folder go; safe to call twice."""
+        """Remove what was not published and release the lock; safe to call twice."""
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary = None
@@ -241,7 +244,9 @@ class Publication:
         )
         problem = find_problem(manifest)
         if problem:
-            raise CheckpointError(f"the ranks' tensors make no whole: {problem}", code="checkpoint.tensors-incomplete")
+            raise CheckpointError(
+                f"the tensors of all ranks are incomplete: {problem}", code="checkpoint.tensors-incomplete"
+            )
         return manifest
 
 

@@ -197,7 +197,7 @@ def test_what_a_dead_save_left_is_cleared_by_the_next(tmp_path):
 
 def test_two_saves_into_one_folder_at_once_are_refused(tmp_path, monkeypatch):
     first = Draft(tmp_path, 1, tensors(1), {}, None)
-    monkeypatch.setattr(write, "lock", lambda folder: lock(folder, patience_s=0.1))
+    monkeypatch.setattr(write, "lock", lambda folder: lock(folder, timeout_s=0.1))
     with refuses("checkpoint.save-in-progress", kind=CheckpointError):
         save(tmp_path, 2, tensors(2), {}, group=None)
     first.write(lambda: first.pieces)

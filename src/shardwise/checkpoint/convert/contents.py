@@ -1,4 +1,4 @@
-"""What a checkpoint of any kind holds, under the names and in the words of our own: the middle of every conversion."""
+"""What a checkpoint of any kind holds, under the names of our own format: the middle of every conversion."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ class Contents:
     def split(self, names: Collection[str], max_bytes: int) -> list[list[str]]:
         """Return `names` in parts of at most `max_bytes` each, unless a single tensor is larger."""
         parts: list[list[str]] = []
-        room = 0
+        free_bytes = 0
         for name in names:
             size = bytes_of(self.forms[name])
-            if not parts or size > room:
+            if not parts or size > free_bytes:
                 parts.append([])
-                room = max_bytes
+                free_bytes = max_bytes
             parts[-1].append(name)
-            room -= size
+            free_bytes -= size
         return parts
 
     def only_weights(self) -> Contents:
@@ -107,9 +107,9 @@ def bytes_of(form: Form) -> int:
 def form_of(name: str, tensor: Tensor) -> Form:
     """Return the form of a plain host tensor; any other kind is refused by name."""
     if type(tensor) not in {Tensor, nn.Parameter} or tensor.layout != torch.strided or tensor.is_meta:
-        words = f"a {type(tensor).__name__} ({tensor.layout}, {tensor.device.type})"
+        kind = f"a {type(tensor).__name__} ({tensor.layout}, {tensor.device.type})"
         raise InputError(
-            f"tensor {name!r} is {words}", code="checkpoint.tensor-not-plain", fix="save whole, plain tensors"
+            f"tensor {name!r} is {kind}", code="checkpoint.tensor-not-plain", fix="save whole, plain tensors"
         )
     return form_from(name, tensor.dtype, tuple(tensor.shape))
 
@@ -124,7 +124,7 @@ def form_from(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Form:
 
 
 def find_ties(contents: Contents) -> Contents:
-    """Return the same with weights that are copies of another one told as tied to it; reads what may be one.
+    """Return the same with weights that are copies of another one listed as tied to it; reads what may be one.
 
     A matrix is a copy if another has the same bits and it has no optimizer state of its own where any has: a state
     dict of a model with tied weights names them all, an optimizer only one. Constant matrices prove nothing.

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 class CheckpointFormat:
     """One kind of checkpoint: how to know it, read it and write it."""
 
-    words: str
+    description: str
     is_at: Callable[[Path], bool]
     read: Callable[[Path], Contents]
     write: Callable[[Contents, Path], list[str]]
@@ -126,7 +126,7 @@ def open_contents(path: Path | str) -> Contents:
     raise InputError(
         f"{path} is not a checkpoint of a known kind",
         code="checkpoint.format-unrecognized",
-        fix=f"name {', '.join(kind.words for kind in KINDS.values())}",
+        fix=f"name {', '.join(kind.description for kind in KINDS.values())}",
     )
 
 
@@ -254,10 +254,10 @@ def _ranks_kind(spec: ConvertSpec) -> CheckpointFormat:
 
 def _publish(contents: Contents, target: Path, kind: CheckpointFormat, config: Path | None) -> list[str]:
     """Write under another name and rename: what is at `target` is whole."""
-    workshop = target.with_name(f".converting-{target.name}-{secrets.token_hex(4)}")
+    temporary = target.with_name(f".converting-{target.name}-{secrets.token_hex(4)}")
     try:
-        workshop.mkdir()
-        draft = workshop / target.name
+        temporary.mkdir()
+        draft = temporary / target.name
         left_out = kind.write(contents, draft)
         if config is not None:
             write_synced(draft / "config.json", config.read_bytes())
@@ -267,7 +267,7 @@ def _publish(contents: Contents, target: Path, kind: CheckpointFormat, config: P
     except Exception as error:
         raise explained(error) from error
     finally:
-        shutil.rmtree(workshop, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return left_out
 
 

@@ -41,7 +41,7 @@ def read(path: Path) -> Contents:
 
 
 def write(contents: Contents, path: Path) -> list[str]:
-    """Write a new folder with torch's own writer and return what it does not tell."""
+    """Write a new folder with torch's own writer and return what it does not hold."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -50,7 +50,7 @@ def write(contents: Contents, path: Path) -> list[str]:
     writer = FileSystemWriter(path, sync_files=True)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is one process is no surprise here
+            warnings.simplefilter("ignore")  # a single process is intended here
             save(nested, storage_writer=writer, no_dist=True)
     except CheckpointException as error:  # derives from BaseException
         cause = next(iter(error.failures.values()), (error,))[0]
@@ -145,7 +145,7 @@ class Listing:
 
 
 class _Record:
-    """What stands for an object of the pickle: its fields, and nothing that could be called."""
+    """Replaces an object of the pickle: its fields, and nothing that could be called."""
 
 
 class _Properties(_Record):
@@ -204,12 +204,12 @@ def read_listing(folder: Path) -> Listing:
         return _listing(folder, _Reader(io.BytesIO(data), path).load())
     except (pickle.UnpicklingError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise DamagedError(
-            f"{path} is no metadata of a checkpoint ({type(error).__name__}: {error})",
+            f"{path} is not the metadata of a checkpoint ({type(error).__name__}: {error})",
             code="checkpoint.metadata-invalid",
         ) from None
     except (EOFError, RecursionError, MemoryError, ImportError, AssertionError) as error:
         raise DamagedError(
-            f"{path} is no metadata of a checkpoint ({type(error).__name__})", code="checkpoint.metadata-invalid"
+            f"{path} is not the metadata of a checkpoint ({type(error).__name__})", code="checkpoint.metadata-invalid"
         ) from None
 
 

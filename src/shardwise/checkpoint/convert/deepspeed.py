@@ -69,7 +69,7 @@ class Flat:
 
 @dataclass(frozen=True)
 class Source:
-    """What the files of a checkpoint tell, before it is given our names."""
+    """The contents of the files of a checkpoint, before it gets our names."""
 
     model: Mapping[str, Any]
     """The first file of model states."""
@@ -126,14 +126,14 @@ def gather(source: Source) -> Contents:
 
 
 def is_flat(value: Any) -> bool:
-    """Whether a value is cut as its parameter is; a count of steps is not."""
+    """Whether a value is partitioned as its parameter is; a count of steps is not."""
     return isinstance(value, Tensor) and value.ndim > 0
 
 
 def shapes_of(model: Mapping[str, Any], key: str) -> list[dict[str, tuple[int, ...]]]:
-    """Return the shapes of parameters that a file of model states tells, group by group."""
-    told = model.get(key) or []
-    groups = [told] if isinstance(told, dict) else told
+    """Return the shapes of parameters that a file of model states holds, group by group."""
+    saved = model.get(key) or []
+    groups = [saved] if isinstance(saved, dict) else saved
     return [{name: tuple(shape) for name, shape in each.items()} for each in groups]
 
 
@@ -182,10 +182,10 @@ def _stage_0(model: Mapping[str, Any]) -> Contents:
 
 
 def _stage_1_2(model: Mapping[str, Any], ranks: list[dict[str, Any]]) -> Source:
-    """Groups lie flat over all ranks; each rank says which piece of which parameter it has."""
+    """Groups lie flat over all ranks; each rank lists which piece of which parameter it has."""
     if "param_slice_mappings" not in ranks[0]:
         raise InputError(
-            "it was saved by a DeepSpeed before 0.8, which does not say where its parameters lie",
+            "it was saved by a DeepSpeed before 0.8, which does not save where its parameters are",
             code="checkpoint.deepspeed-too-old",
             fix="load and save it with a newer one",
         )
@@ -195,9 +195,9 @@ def _stage_1_2(model: Mapping[str, Any], ranks: list[dict[str, Any]]) -> Source:
     for rank in ranks:
         states, settings = _base_states(rank)
         for group, pieces in enumerate(rank["param_slice_mappings"]):
-            held = {WEIGHTS: rank["single_partition_of_fp32_groups"][group], **states[group]}
+            values = {WEIGHTS: rank["single_partition_of_fp32_groups"][group], **states[group]}
             for name, piece in pieces.items():
-                flats[name].parts.append((held, piece.start, piece.numel))
+                flats[name].parts.append((values, piece.start, piece.numel))
     aliases = model.get("shared_params") or {}
     flats |= {name: alone(tensor) for name, tensor in model["module"].items() if name not in {*flats, *aliases}}
     return Source(model, flats, settings)
@@ -214,7 +214,7 @@ def _base_states(rank: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Ma
 
 
 def _stage_3(models: list[Mapping[str, Any]], ranks: list[dict[str, Any]]) -> Source:
-    """Every parameter is cut evenly over the ranks; a group of the optimizer is one flat tensor, or several."""
+    """Every parameter is partitioned evenly over the ranks; a group of the optimizer is one flat tensor, or several."""
     model, size = models[0], len(ranks)
     settings = ranks[0]["optimizer_state_dict"]["param_groups"]
     group_of = {number: index for index, group in enumerate(settings) for number in group["params"]}
@@ -224,11 +224,11 @@ def _stage_3(models: list[Mapping[str, Any]], ranks: list[dict[str, Any]]) -> So
         for number, shapes in enumerate(every):
             group = group_of[number]
             states = states_of(rank["optimizer_state_dict"]["state"], number, settings[group])
-            held, start = {WEIGHTS: rank["fp32_flat_groups"][number], **states}, 0
+            values, start = {WEIGHTS: rank["fp32_flat_groups"][number], **states}, 0
             for name, shape in shapes.items():
                 share = math.ceil(math.prod(shape) / size)
                 mine = max(0, min(share, math.prod(shape) - index * share))
-                flats.setdefault(name, Flat(shape, group)).parts.append((held, start, mine))
+                flats.setdefault(name, Flat(shape, group)).parts.append((values, start, mine))
                 start += share
     flats |= {name: alone(model["module"][name]) for name in model.get("buffer_names") or () if name in model["module"]}
     for shapes in shapes_of(model, "frozen_param_shapes"):
@@ -265,7 +265,7 @@ _FOREIGN = re.compile(r"layer_\d+.*\.pt|.*expert_\d+.*\.pt|offloaded_tensors")
 
 
 class Plain:
-    """Stands in for DeepSpeed's own classes in its files: keeps their values and does nothing."""
+    """Replaces DeepSpeed's own classes in its files: keeps their values and does nothing."""
 
     def __init__(self, *values: object) -> None:
         self.values = values
@@ -321,7 +321,7 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
         match = pattern.fullmatch(path.name)
         if match and int(match[2]):
             raise InputError(
-                f"{path} is a part of a model cut by tensor or pipeline",
+                f"{path} is a part of a model split by tensor or pipeline parallelism",
                 code="checkpoint.deepspeed-model-parallel",
                 fix="convert it with DeepSpeed",
             )

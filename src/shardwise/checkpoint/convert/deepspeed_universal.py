@@ -35,11 +35,11 @@ _ADAM = {"exp_avg", "exp_avg_sq"}
 
 
 def read_universal(folder: Path) -> Source:
-    """Return what a universal checkpoint tells: as DeepSpeed's own script makes it, of any stage, or as we do."""
+    """Return the contents of a universal checkpoint: as DeepSpeed's own script makes it, of any stage, or as we do."""
     model = load_file(model_files(folder)[0])
-    told = load_file(folder / ZERO / _GLOBAL)
-    inner = told.get("optimizer_state_dict") or {}
-    settings = told.get("param_groups") or inner.get("param_groups") or []
+    saved = load_file(folder / ZERO / _GLOBAL)
+    inner = saved.get("optimizer_state_dict") or {}
+    settings = saved.get("param_groups") or inner.get("param_groups") or []
     states: dict[int, dict[str, Any]] = inner.get("state") or {}
     step = next((state.get("step") for state in states.values()), None)
     shapes = shapes_of(model, "param_shapes")
@@ -103,17 +103,19 @@ def _is_whole(name: str, model: Mapping[str, Any], flats: Mapping[str, Flat]) ->
 
 def _unloaded(optimized: DeepSpeedOptimizer, others: Mapping[str, Tensor]) -> list[str]:
     """Return what DeepSpeed 0.19 leaves as it is when it loads a universal checkpoint."""
-    words = []
+    left_out = []
     if others:
-        words.append(f"{some_of(others)}: in the folder, but DeepSpeed loads only parameters of the optimizer from it")
+        left_out.append(
+            f"{some_of(others)}: in the folder, but DeepSpeed loads only parameters of the optimizer from it"
+        )
     differing = set()
     for group in optimized.settings:
         differing |= {key for key in group if group[key] != optimized.settings[0].get(key, group[key])}
     if differing:
-        words.append(
+        left_out.append(
             f"{', '.join(sorted(differing))} by group: at stage 3 DeepSpeed gives all groups the first one's,"
             " so set them again after loading, or convert with --zero 3 --nproc N"
         )
     if set(optimized.keys) != _ADAM:
-        words.append("optimizer: at stage 3 DeepSpeed loads only Adam's; convert with --zero 3 --nproc N")
-    return words
+        left_out.append("optimizer: at stage 3 DeepSpeed loads only Adam's; convert with --zero 3 --nproc N")
+    return left_out

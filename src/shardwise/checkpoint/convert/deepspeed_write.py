@@ -29,7 +29,7 @@ VERSION = "0.19.8"
 """The DeepSpeed whose form is written."""
 
 _HOW = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
-"""Settings of a group that say how it is computed: the loading script's own stay."""
+"""Settings of how a group is computed: the loading script's own stay."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class DeepSpeedOptimizer:
         missing = states.keys() - {name for group in names for name in group}
         if missing or unknown:
             raise InputError(
-                f"the checkpoint does not say in which group {min(missing or unknown)!r} is",
+                f"the checkpoint does not hold in which group {min(missing or unknown)!r} is",
                 code="checkpoint.optimizer-groups-unknown",
                 fix="convert a checkpoint that names the parameters of its optimizer's groups",
             )
@@ -117,13 +117,13 @@ class DeepSpeedOptimizer:
         """Return what of the checkpoint a DeepSpeed folder has no place for, one sentence each."""
         forms = self.contents.forms
         cast = [name for name in forms if name.startswith(MODEL) and forms[name][0] == "F64"]
-        words = [f"fp64: {len(cast)} weights are written in fp32"] if cast else []
+        left_out = [f"fp64: {len(cast)} weights are written in fp32"] if cast else []
         rest = [name for name in forms if not name.startswith((MODEL, OPTIMIZER))]
         for state in self.states.values():
             rest += [state[key] for key in state if key not in {*self.keys, "step"}]
         facts = [name for name in self.contents.facts if name not in {"tied", "optimizer", "step"}]
-        words += [f"{name}: DeepSpeed has no place for it" for name in rest]
-        return words + ([f"facts ({', '.join(facts)}): DeepSpeed has no place for them"] if facts else [])
+        left_out += [f"{name}: DeepSpeed has no place for it" for name in rest]
+        return left_out + ([f"facts ({', '.join(facts)}): DeepSpeed has no place for them"] if facts else [])
 
 
 def save(value: Any, path: Path, **options: Any) -> None:
@@ -147,7 +147,7 @@ def _shaped(contents: Contents, states: dict[str, dict[str, str]]) -> tuple[str,
             found = contents.forms[full][1]
             if found not in {shape, ()}:
                 raise InputError(
-                    f"state {full!r} has shape {found}, its parameter {shape}, and DeepSpeed cuts both alike",
+                    f"state {full!r} has shape {found}, its parameter {shape}, and DeepSpeed partitions both alike",
                     code="checkpoint.optimizer-shape-mismatch",
                     fix="convert --to torch",
                 )
@@ -225,7 +225,7 @@ def _write_model(optimized: DeepSpeedOptimizer, folder: Path, num_ranks: int) ->
 
 
 def _write_model_3(optimized: DeepSpeedOptimizer, folder: Path, num_ranks: int) -> None:
-    """Write for each rank what is not cut; where parameters were stage 3 has empty tensors."""
+    """Write for each rank what is not partitioned; in place of parameters stage 3 has empty tensors."""
     names = [*(name for group in optimized.names for name in group), *optimized.contents.tied]
     module = {name: torch.empty(0) for name in names} | optimized.others()
     shapes = [dict(part) for group in optimized.names for part in _flats(optimized, group, num_ranks)]
@@ -306,7 +306,7 @@ def _stage_3(optimized: DeepSpeedOptimizer, rank: int, num_ranks: int) -> dict[s
 def _flats(
     optimized: DeepSpeedOptimizer, group: Sequence[str], num_ranks: int
 ) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """Cut a group into the flat tensors of stage 3."""
+    """Partition a group into the flat tensors of stage 3."""
     parts: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     length = 0
     for name in group:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_FILE_BYTES = 5_000_000_000
-"""Weights beyond this go into several files, so that a reader's host peak is one of them."""
+"""Weights beyond this go into several files, so that loading has a host peak of one of them."""
 
 
 def read(path: Path) -> Contents:
@@ -84,16 +84,16 @@ def write(contents: Contents, path: Path, *, max_file_bytes: int = MAX_FILE_BYTE
 
 
 def left_out(contents: Contents, target: str) -> list[str]:
-    """Return what weights alone do not tell, one sentence each; `target` is what they are in."""
-    words = [f"{alias}: written once, as {name}, to which it is tied" for alias, name in contents.tied.items()]
+    """Return what weights alone do not hold, one sentence each; `target` is what they are in."""
+    left_out = [f"{alias}: written once, as {name}, to which it is tied" for alias, name in contents.tied.items()]
     others: dict[str, int] = {}
     for name in contents.forms:
         if not name.startswith(MODEL):
-            room = name.partition("/")[0]
-            others[room] = others.get(room, 0) + 1
-    words += [f"{room}: {count} tensors, the {target} holds weights only" for room, count in others.items()]
+            part = name.partition("/")[0]
+            others[part] = others.get(part, 0) + 1
+    left_out += [f"{part}: {count} tensors, the {target} holds weights only" for part, count in others.items()]
     facts = [name for name in contents.facts if name != "tied"]
-    return words + ([f"facts ({', '.join(facts)}): the {target} holds weights only"] if facts else [])
+    return left_out + ([f"facts ({', '.join(facts)}): the {target} holds weights only"] if facts else [])
 
 
 def _files(path: Path) -> dict[Path, set[str] | None]:
@@ -107,7 +107,7 @@ def _files(path: Path) -> dict[Path, set[str] | None]:
     try:
         where = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
     except (msgspec.MsgspecError, OSError) as error:
-        raise DamagedError(f"{index} is no index ({error})", code="checkpoint.index-invalid") from None
+        raise DamagedError(f"{index} is not an index ({error})", code="checkpoint.index-invalid") from None
     files: dict[Path, set[str] | None] = {}
     for name, file in where.items():
         if Path(file).name != file:

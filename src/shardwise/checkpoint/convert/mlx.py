@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SUFFIX = ".safetensors"
 _MEAN, _VAR, _COUNT = "running_mean", "running_var", "num_batches_tracked"
 _NOTE = "shardwise"
-"""What MLX has no place for stands as JSON under this key of the header: batch counts, and what is tied to what."""
+"""What MLX has no place for is JSON under this key of the header: batch counts, and what is tied to what."""
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -37,7 +37,7 @@ class _Note(msgspec.Struct, frozen=True):
 
 
 def is_mlx(path: Path) -> bool:
-    """Whether MLX wrote a file, or the files of a folder; MLX alone says `null` or `mlx` where others tell a format."""
+    """Whether MLX wrote a file or a folder: MLX alone writes `null` or `mlx` where others name a format."""
     files = [path] if path.is_file() else sorted(path.glob(f"*{SUFFIX}"))[:1]
     return any(file.suffix == SUFFIX and _is_head_of_mlx(_header(file)) for file in files)
 
@@ -45,7 +45,7 @@ def is_mlx(path: Path) -> bool:
 def read(path: Path) -> Contents:
     """Return the weights as torch has them; they are read when they are asked for.
 
-    Torch counts the batches of a batch norm, MLX does not: where a file does not tell, the count is 0.
+    Torch counts the batches of a batch norm, MLX does not: where a file has none, the count is 0.
     """
     contents = convert_hf.read(path)
     note = _note(path)
@@ -63,7 +63,7 @@ def read(path: Path) -> Contents:
 
 
 def read_as_saved(path: Path) -> dict[str, Tensor]:
-    """Return the weights in MLX's own layouts, and the batch counts that the header tells."""
+    """Return the weights in MLX's own layouts, and the batch counts of the header."""
     contents = convert_hf.read(path)
     values = {name.removeprefix(MODEL): value for name, value in contents.read(list(contents.forms)).items()}
     return values | {name: torch.tensor(count) for name, count in _note(path).counts.items()}
@@ -80,12 +80,12 @@ def write(contents: Contents, path: Path) -> list[str]:
     """Write a new file and return what it cannot hold."""
     if path.suffix != SUFFIX:
         raise InputError(
-            f"{path.name} is no name that MLX loads weights from",
+            f"{path.name} is not a name that MLX loads weights from",
             code="checkpoint.mlx-file-name",
             fix=f"use {path.stem}{SUFFIX}",
         )
-    held = holds(contents)
-    small = [name for name, (code, _) in held.forms.items() if code.startswith("F8")]
+    kept = holds(contents)
+    small = [name for name, (code, _) in kept.forms.items() if code.startswith("F8")]
     if small:
         raise InputError(
             f"tensor {small[0].removeprefix(MODEL)!r} is fp8, which MLX does not load",
@@ -94,7 +94,7 @@ def write(contents: Contents, path: Path) -> list[str]:
         )
     counts = contents.read([name for name in contents.forms if name.startswith(MODEL) and _leaf(name) == _COUNT])
     note = _Note({name.removeprefix(MODEL): int(value) for name, value in counts.items()}, contents.tied)
-    values = {name: _to_mlx(name, value) for name, value in contents.read(list(held.forms)).items()}
+    values = {name: _to_mlx(name, value) for name, value in contents.read(list(kept.forms)).items()}
     save_file(
         {name.removeprefix(MODEL): value.contiguous().clone() for name, value in values.items()},
         path,
@@ -140,18 +140,18 @@ def _counted(names: Collection[str]) -> list[str]:
 
 
 def _is_head_of_mlx(header: dict[str, Any]) -> bool:
-    told = header.get("__metadata__", {})
-    return told is None or (isinstance(told, dict) and told.get("format") == "mlx")
+    metadata = header.get("__metadata__", {})
+    return metadata is None or (isinstance(metadata, dict) and metadata.get("format") == "mlx")
 
 
 def _note(path: Path) -> _Note:
-    told = _header(path).get("__metadata__") if path.is_file() else None
-    text = told.get(_NOTE) if isinstance(told, dict) else None
+    metadata = _header(path).get("__metadata__") if path.is_file() else None
+    text = metadata.get(_NOTE) if isinstance(metadata, dict) else None
     try:
         return msgspec.json.decode(text, type=_Note) if text else _Note()
     except msgspec.MsgspecError as error:
         raise DamagedError(
-            f"{path} tells something else than batch counts and ties ({error})", code="checkpoint.mlx-metadata-invalid"
+            f"{path} holds something else than batch counts and ties ({error})", code="checkpoint.mlx-metadata-invalid"
         ) from None
 
 

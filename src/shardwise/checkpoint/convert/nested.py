@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.pieces import Form
 
 Key = tuple[str | int, ...]
-"""Where a value stands in a nested state."""
+"""Where a value is in a nested state."""
 
 MODELS = frozenset({"model", "model_state_dict", "state_dict"})
 OPTIMIZERS = frozenset({"optimizer", "optim", "optimizer_state_dict", "optim_state_dict"})
@@ -43,7 +43,7 @@ class Sorted:
     """A nested state taken apart."""
 
     places: dict[str, Key] = field(default_factory=dict)
-    """Our names of its tensors -> where they stand."""
+    """Our names of its tensors -> where they are."""
     step: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
@@ -58,7 +58,7 @@ def sort_out(
 ) -> Sorted:
     """Give the tensors and values of a nested state our names; `value_of` is asked only for values that matter.
 
-    What has no place in a checkpoint is listed in `left_out`. `same` tells tensors that are an earlier one.
+    What has no place in a checkpoint is listed in `left_out`. `same` maps tensors that are an earlier one.
     """
     every = {key: _inner(key) for key in (*forms, *values)}
     has_model = any(inner[0] in MODELS and len(inner) > 1 for inner in every.values())
@@ -115,14 +115,14 @@ def gather(kind: str, found: Sorted, forms: Mapping[Key, Form], read: Callable[[
 
 
 def _counted(contents: Contents) -> int:
-    """Return how many steps the optimizer has made, as its states say; 0 if they do not."""
+    """Return how many steps the optimizer has made, as its states hold it; 0 if they do not."""
     counts = [state["step"] for state in contents.states().values() if "step" in state]
     steps = [tensor for tensor in contents.read(counts).values() if tensor.numel() == 1]
     return max((int(tensor.item()) for tensor in steps), default=0)
 
 
 def nest(contents: Contents, tensors: Mapping[str, Tensor], *, numbered: bool) -> tuple[dict[str, Any], list[str]]:
-    """Return the nested state of `contents`, whose tensors are given, and what cannot be told in it.
+    """Return the nested state of `contents`, whose tensors are given, and what has no place in it.
 
     `numbered` writes the optimizer as `torch.optim` does, by position; otherwise by name, as torch's
     get_optimizer_state_dict does.
@@ -152,9 +152,9 @@ def _nest_optimizer(
         groups[0]["params"] = _parameters(contents.forms)
     members = [name for group in groups for name in group.get("params", ())]
     if not groups or not all("params" in group for group in groups) or states.keys() - set(members):
-        words = f"the checkpoint does not say which of its {len(groups)} groups each parameter is in"
+        reason = f"the checkpoint does not hold which of its {len(groups)} groups each parameter is in"
         return {"state": states}, [
-            f"groups of the optimizer: {words}, so its states are under names and without groups"
+            f"groups of the optimizer: {reason}, so its states are under names and without groups"
         ]
     if not numbered:
         return {"state": states, "param_groups": groups}, []
@@ -205,16 +205,16 @@ def _setting(inner: Key) -> Key | None:
 
 
 def _groups(found: Sorted, settings: dict[Key, Key], value_of: Callable[[Key], Any]) -> list[dict[str, Any]]:
-    """Return the parameter groups; of groups told parameter by parameter, those with the same settings are one."""
-    told: dict[str | int, dict[str, Any]] = {}
+    """Return the parameter groups; of groups listed parameter by parameter, those with the same settings are one."""
+    by_group: dict[str | int, dict[str, Any]] = {}
     for (group, name), key in settings.items():
         value = value_of(key)
         try:
-            told.setdefault(group, {})[str(name)] = msgspec.json.decode(msgspec.json.encode(value))
+            by_group.setdefault(group, {})[str(name)] = msgspec.json.decode(msgspec.json.encode(value))
         except (TypeError, msgspec.MsgspecError):
-            found.left_out.append(f"{'.'.join(map(str, key))}: {type(value).__name__} is no plain value")
+            found.left_out.append(f"{'.'.join(map(str, key))}: {type(value).__name__} is not a plain value")
     groups: dict[bytes, dict[str, Any]] = {}
-    for group, values in told.items():
+    for group, values in by_group.items():
         if isinstance(group, int):
             groups[b"%d" % group] = values
         else:
@@ -251,7 +251,7 @@ def _name_states(
 def _numbered(
     found: Sorted, states: dict[tuple[str | int, str], Key], groups: list[dict[str, Any]], forms: Mapping[Key, Form]
 ) -> dict[str | int, str] | None:
-    """Return the name of each numbered parameter: as the groups say, or the weights in order if all shapes agree."""
+    """Return the name of each numbered parameter: as in the groups, or the weights in order if all shapes agree."""
     named: dict[str | int, str] = {}
     for group in groups:
         if group.get("params") and group.get("param_names"):
@@ -269,7 +269,7 @@ def _numbered(
 
 
 def _parameters(forms: Mapping[str, Form]) -> list[str]:
-    """Return the weights that an optimizer may have, in order: what is no known buffer and no integer."""
+    """Return the weights that an optimizer may have, in order: no known buffers and no integers."""
     return [
         name.removeprefix(MODEL)
         for name, (dtype, _) in forms.items()

@@ -67,7 +67,7 @@ def write(contents: Contents, path: Path) -> list[str]:
 
 
 class Streamed(Mapping[str, Tensor]):
-    """Tensors of a checkpoint, read in parts when they are asked for in the order of a shard file; one part is held."""
+    """Tensors of a checkpoint, read in parts in the order of a shard file; one part is in memory at a time."""
 
     def __init__(self, contents: Contents) -> None:
         self._contents = contents

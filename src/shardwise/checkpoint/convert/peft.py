@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Adapters in a checkpoint: taken out by themselves, or merged into the weights they stand beside.
+# Adapters in a checkpoint: taken out by themselves, or merged into the weights they adapt.
 
 
 def only_adapters(contents: Contents) -> Contents:
@@ -40,7 +40,7 @@ def merged(contents: Contents) -> Contents:
     lacking = sorted(sums - contents.forms.keys())
     if lacking:
         raise InputError(
-            f"the adapters stand beside {lacking[0]}, which is not there",
+            f"the adapters adapt {lacking[0]}, which does not exist",
             code="checkpoint.adapter-base-missing",
             fix="name the run they are of",
         )
@@ -89,7 +89,7 @@ def _facts(contents: Contents) -> dict[str, Any]:
     lora = contents.lora
     if lora is None:
         raise InputError(
-            "the checkpoint tells of no adapters", code="checkpoint.no-adapters", fix="name a run of a job with lora="
+            "the checkpoint has no adapters", code="checkpoint.no-adapters", fix="name a run of a job with lora="
         )
     return lora
 

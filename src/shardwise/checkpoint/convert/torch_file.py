@@ -55,7 +55,7 @@ def sort_state(kind: str, state: Mapping[str, Any]) -> Contents:
 
 
 def write(contents: Contents, path: Path) -> list[str]:
-    """Write a new torch file and return what it does not tell: weights alone as a plain state dict, else nested."""
+    """Write a new torch file and return what it does not hold: weights alone as a plain state dict, else nested."""
     tensors = contents.read(list(contents.forms))
     nested, left_out = nest(contents, tensors, numbered=True)
     with path.open("xb") as file:
@@ -72,15 +72,15 @@ def load_plain(source: Path | IO[bytes], name: str, *, mmap: bool = False) -> An
             warnings.simplefilter("ignore")  # about pickles that torch did not write: they are refused below
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except FAILURES as error:
-        words = " ".join(str(error).split())
-        asked = _GLOBAL.search(words)
+        message = " ".join(str(error).split())
+        asked = _GLOBAL.search(message)
         if asked:
             raise InputError(
                 f"{name} asks for {asked[1]}, which is code and not data; nothing of it was run",
                 code="checkpoint.contains-code",
                 fix="save tensors and plain values only",
             ) from None
-        reason = words.partition("WeightsUnpickler error: ")[2].partition(" Check the documentation")[0] or words
+        reason = message.partition("WeightsUnpickler error: ")[2].partition(" Check the documentation")[0] or message
         raise InputError(
             f"{name} cannot be read as a torch file ({reason[:200]})", code="checkpoint.read-failed"
         ) from None
