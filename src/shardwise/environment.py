@@ -23,24 +23,24 @@ DERIVED_PORTS = range(20_000, 30_000)
 _HYDRA_PORT = 29_500
 """Hydra shows its ranks nothing that names the job, so every job has the port that torch's tools take by default."""
 MPI_STARTERS = ("openmpi", "pmi")
-"""What the ranks of mpirun, mpiexec and their like say of who started them: Open MPI, or MPICH and Intel MPI."""
+"""Sources of ranks that mpirun, mpiexec and their like started: Open MPI, or MPICH and Intel MPI."""
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """SLURM numbers its batch, interactive and extern steps from the top of 32 bits; real steps count from 0."""
 _LOOPBACK = "127.0.0.1"
 _OURS = "SHARDWISE_LAUNCHED"
-"""Marks ranks that our own launcher started, so that they can say so."""
+"""Marks ranks that our own launcher started."""
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 _STALE = re.compile(
     r"SHARDWISE_(LAUNCHED|SECRET)|TORCHELASTIC_.*|PMI_.*|PMIX_.*|OMPI_COMM_WORLD_.*|MPI_LOCAL(RANKID|NRANKS)|LOCAL_SIZE|CROSS_(RANK|SIZE)"
     r"|SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|STEP_?ID|STEP_NUM_TASKS|(STEP_)?TASKS_PER_NODE)"
 )
-"""What other launchers told the launching process about itself, untrue of the ranks it starts."""
+"""What other launchers set for the launching process, wrong for the ranks it starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Who this process is among the ranks of its job, and which launcher said so."""
+    """Which rank this process is, and which launcher set that."""
 
     rank: int = 0
     world_size: int = 1
@@ -49,12 +49,12 @@ class Identity:
     node_rank: int = 0
     num_nodes: int = 1
     source: str = "alone"
-    """Who said so: "shardwise", "torchrun" (also hand-exported variables), "slurm", "openmpi", "pmi" or "alone"."""
+    """Who set it: "shardwise", "torchrun" (also hand-exported variables), "slurm", "openmpi", "pmi" or "alone"."""
     master_addr: str | None = None
-    """None when nobody said: over MPI itself ranks need no place to meet."""
+    """None when nobody set it: over MPI itself ranks need no rendezvous."""
     master_port: int | None = None
     local_rank_assumed: bool = False
-    """Nobody said which rank of its node this is, so one node was assumed."""
+    """No variable gives the rank on its node, so one node was assumed."""
 
 
 def identify(environ: Mapping[str, str] | None = None) -> Identity:
@@ -94,9 +94,11 @@ def visible_cuda_devices(environ: Mapping[str, str] | None = None) -> tuple[str,
 def has_own_gpu(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether SLURM shows each task its own GPU, which is then cuda:0 for every rank."""
     environ = os.environ if environ is None else environ
-    # srun --gpus-per-task=1 itself sets neither: then a task is told of fewer GPUs than its node has.
-    told, has = environ.get("SLURM_STEP_GPUS"), number(environ, "SLURM_GPUS_ON_NODE") or 0
-    return bool(told and len(told.split(",")) < has) or bool({"SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"} & set(environ))
+    # srun --gpus-per-task=1 itself sets neither: then a task sees fewer GPUs than its node has.
+    visible, has = environ.get("SLURM_STEP_GPUS"), number(environ, "SLURM_GPUS_ON_NODE") or 0
+    return bool(visible and len(visible.split(",")) < has) or bool(
+        {"SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND"} & set(environ)
+    )
 
 
 def rank_environment(
@@ -111,7 +113,7 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the whole environment of a rank to be started on this machine.
 
-    The local ranks share `cores` (None: those this process may run on). What other launchers said about this
+    The local ranks share `cores` (None: those this process may run on). What other launchers set for this
     process is left out, the user's own settings stay, `extra` wins.
     """
     kept = base_environment(local_world_size=local_world_size, cores=cores, environ=environ)
@@ -213,7 +215,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> Identity | None:
 
 
 def _placed(identity: Identity, local_rank: int, environ: Mapping[str, str]) -> Identity:
-    """Return `identity` with its place on its node, as LOCAL_* and GROUP_* tell it."""
+    """Return `identity` with its place on its node, as LOCAL_* and GROUP_* have it."""
     rank, size = identity.rank, identity.world_size
     local_size = number(environ, "LOCAL_WORLD_SIZE")
     if local_size is None:
@@ -284,7 +286,7 @@ def _from_openmpi(environ: Mapping[str, str]) -> Identity | None:
 
 def _from_pmi(environ: Mapping[str, str]) -> Identity | None:
     rank, size = rank_and_size(environ, "PMI_RANK", "PMI_SIZE")
-    # srun --mpi=pmi2 sets PMI_RANK too, without Hydra's local variables: SLURM's own say more.
+    # srun --mpi=pmi2 sets PMI_RANK too, without Hydra's local variables: SLURM's own have more.
     if rank is None or size is None or ("MPI_LOCALRANKID" not in environ and _in_srun_step(environ)):
         return None
     local_rank = required_number(environ, "MPI_LOCALRANKID")
@@ -299,13 +301,15 @@ def _mpi_identity(
     addr, given_port = master_endpoint(environ)
     port = port if given_port is None else given_port
     if addr is None and local_size < size and "SLURM_JOB_NODELIST" in environ:
-        addr = expand_hosts(environ["SLURM_JOB_NODELIST"])[0]  # where mpirun starts rank 0 unless told to map otherwise
+        addr = expand_hosts(environ["SLURM_JOB_NODELIST"])[
+            0
+        ]  # where mpirun starts rank 0 unless asked to map otherwise
     return Identity(
         rank=rank,
         world_size=size,
         local_rank=local_rank,
         local_world_size=local_size,
-        # mpirun and mpiexec fill one node after the other unless told to map otherwise.
+        # mpirun and mpiexec fill one node after the other unless asked to map otherwise.
         node_rank=rank // local_size,
         num_nodes=-(-size // local_size),
         source=source,
@@ -321,7 +325,7 @@ def _in_srun_step(environ: Mapping[str, str]) -> bool:
 
 def _from_slurm(environ: Mapping[str, str]) -> Identity | None:
     if not _in_srun_step(environ):
-        return None  # a batch or salloc shell has SLURM_PROCID=0 as well, and is no rank
+        return None  # a batch or salloc shell has SLURM_PROCID=0 as well, and is not a rank
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     rank, size = rank_and_size(environ, "SLURM_PROCID", tasks)
     if rank is None or size is None:

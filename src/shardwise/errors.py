@@ -42,7 +42,7 @@ class EnvironmentVariablesError(InputError):
 
 
 class LayoutError(InputError):
-    """A cut of the world that does not fit the number of ranks."""
+    """A layout that does not fit the number of ranks."""
 
 
 class JobError(InputError):
@@ -83,11 +83,11 @@ class MissingExtraError(InputError):
 
 
 class TrainingError(ShardwiseError):
-    """Training started and could not go on."""
+    """Training started and could not continue."""
 
 
 class RankFailedError(ShardwiseError):
-    """A rank of a launched world failed; carries its own words."""
+    """A rank of a launched world failed; carries its own message."""
 
 
 def with_code(sentence: str, code: str) -> str:

@@ -9,7 +9,7 @@ from shardwise.errors import EnvironmentVariablesError
 
 def expand_hosts(text: str) -> tuple[str, ...]:
     """Return the hosts of a SLURM node list such as "n[0-2,07],x", in its order."""
-    hosts = [host for word in _words(text) for host in _expand(word, text)]
+    hosts = [host for entry in _entries(text) for host in _expand(entry, text)]
     if not hosts:
         raise EnvironmentVariablesError(
             f"SLURM's node list {text!r} names no host", code="env.slurm-nodelist-empty", fix="export MASTER_ADDR"
@@ -17,21 +17,21 @@ def expand_hosts(text: str) -> tuple[str, ...]:
     return tuple(hosts)
 
 
-def _words(text: str) -> list[str]:
+def _entries(text: str) -> list[str]:
     """Split at the commas outside brackets."""
-    return [word for word in re.split(r",(?![^\[]*\])", text.strip()) if word]
+    return [entry for entry in re.split(r",(?![^\[]*\])", text.strip()) if entry]
 
 
-def _expand(word: str, text: str) -> list[str]:
-    match = re.fullmatch(r"([^\[\]]*)\[([0-9,-]+)\](.*)", word)
+def _expand(entry: str, text: str) -> list[str]:
+    match = re.fullmatch(r"([^\[\]]*)\[([0-9,-]+)\](.*)", entry)
     if match is None:
-        if re.search(r"[\[\]\s]", word):
+        if re.search(r"[\[\]\s]", entry):
             raise EnvironmentVariablesError(
-                f"SLURM's node list {text!r} has a part {word!r} that cannot be read",
+                f"SLURM's node list {text!r} has an entry {entry!r} that cannot be read",
                 code="env.slurm-nodelist-syntax",
                 fix="export MASTER_ADDR",
             )
-        return [word]
+        return [entry]
     head, ranges, tail = match.groups()
     numbers = [number for part in ranges.split(",") for number in _numbers(part, text)]
     return [f"{head}{number}{rest}" for number in numbers for rest in (_expand(tail, text) if tail else [""])]

@@ -37,7 +37,7 @@ NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
 
 @dataclass(frozen=True)
 class Option:
-    """How a field is written where its name alone does not say it; stands in the field's `Annotated`."""
+    """How a field is written where its name is not enough; belongs into the field's `Annotated`."""
 
     flags: tuple[str, ...] = ()
     """Flags in place of --field-name; the first one, with underscores, is the name in Python."""

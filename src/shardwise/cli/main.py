@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
 
-# A group of commands that are imported when they are used: help needs their words alone.
+# A group of commands that are imported when they are used: help needs their names and help lines alone.
 
 
 class LazyGroup(click.Group):
@@ -52,7 +52,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Name the nearest when there is no such one."""
+        """Name the nearest command when the one asked for does not exist."""
         if args and not args[0].startswith("-") and args[0] not in self._parts:
             raise click.UsageError(f"there is no {self._kind} {args[0]!r}: {nearest(args[0], self._parts)}")
         return super().resolve_command(ctx, args)
@@ -63,30 +63,30 @@ class LazyGroup(click.Group):
             formatter.write_dl(list(self._parts.items()))
 
 
-# How a command ends when it cannot go on: one sentence and an exit code, also where mpirun runs many of it.
+# How a command ends when it cannot continue: one sentence and an exit code, also where mpirun runs many of it.
 
 
-_PATIENCE_S = 10.0
+_RANK_0_WAIT_S = 10.0
 """How much later than the others rank 0 may come to the same end: ranks that share few cores import one by one."""
 
 _JOB = "JOB.py"
 """What packages that know no command line write for the job file in a fix."""
 
 
-def end(code: int, words: str) -> int:
-    """Say `words` and return `code`, the exit code; ranks of mpirun end here, and one of them speaks.
+def end(code: int, message: str) -> int:
+    """Print `message` and return `code`, the exit code; ranks of mpirun end here, and one of them prints.
 
     What one rank refuses as bad input the others refuse too, and mpirun ends all of them when the first has ended
-    badly: so those after rank 0 wait to be ended, and speak if nobody does. Any other end may be one rank's alone.
+    badly: so those after rank 0 wait to be ended, and print if nobody does. Any other end may be one rank's alone.
     """
     me = _identity()
     if me.world_size == 1 or me.source not in MPI_STARTERS:
-        complain(words)
+        complain(message)
         return code
     if me.rank > 0 and code == BAD_INPUT:
-        time.sleep(_PATIENCE_S)
-    complain(words)
-    os._exit(code)  # without MPI's farewell, in which ranks wait for each other
+        time.sleep(_RANK_0_WAIT_S)
+    complain(message)
+    os._exit(code)  # without MPI_Finalize, in which ranks wait for each other
 
 
 def with_job_file(sentence: str, *arguments: str) -> str:
@@ -116,10 +116,10 @@ VERBS = {
     "verify": "Prove that a plan computes what one process computes.",
     "launch": "Start any script on many processes, in place of torchrun.",
     "train": "Train a described job on one or many processes.",
-    "watch": "Look at a run while it goes on, in a terminal or on a page.",
+    "watch": "Follow a run live or after its end, in a terminal or on a page.",
     "checkpoint": "List, check, compare and convert checkpoints.",
     "bench": "Measure links, collectives, overlap, steps and scaling.",
-    "doctor": "Say what is wrong with a machine, its variables or a run.",
+    "doctor": "Find what is wrong with a machine, its variables or a run.",
 }
 
 
@@ -178,7 +178,7 @@ def _text_of(error: click.ClickException) -> str:
 def _unknown_option(error: click.NoSuchOption) -> str:
     """Return the sentence for an option that does not exist: a key of --set by that name, else the nearest option."""
     name = error.option_name
-    fact = f"there is no option {name}"
+    fact = f"option {name} does not exist"
     if error.ctx is None:
         return fact
     options = []

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardwise.training.spec import TrainSpec
 
 _FORWARDED = re.compile(r"(NCCL|GLOO|TORCH|UCX|OMP|MKL)_.*|PYTHON(?!HOME).+")
-"""Variables that follow the user over ssh; which devices are visible elsewhere is not for this machine to say."""
+"""Variables that follow the user over ssh; which devices are visible elsewhere is not for this machine to set."""
 _DEFAULT_PORT = 29500
 
 

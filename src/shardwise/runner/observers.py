@@ -150,8 +150,10 @@ class Mirrors:
             again = f"shardwise watch {self._run.path} --sink {sink}"
             try:
                 if child.wait(max(0.0, deadline - time.monotonic())) != 0:
-                    said = log.read_text(errors="replace").strip().splitlines() or ["no output"]
-                    complain(f"shardwise: {sink} is not complete ({said[-1].removeprefix('shardwise: ')}); try {again}")
+                    output = log.read_text(errors="replace").strip().splitlines() or ["no output"]
+                    complain(
+                        f"shardwise: {sink} is not complete ({output[-1].removeprefix('shardwise: ')}); try {again}"
+                    )
             except subprocess.TimeoutExpired:
                 complain(f"shardwise: {sink} was slower than the run; {again} brings the rest")
             finally:

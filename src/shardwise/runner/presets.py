@@ -38,7 +38,7 @@ def report_preset(name: str | None) -> None:
 def settle_preset(name: str | None, *, nproc: int, num_gpus: int, uses_ddp: bool) -> dict[str, str]:
     """Return what a preset adds to the variables of `nproc` ranks; refuse those with which ranks cannot run.
 
-    What is only doubtful is for `shardwise doctor env` to say. `num_gpus` is 0 where ranks train on the CPU.
+    `shardwise doctor env` reports what is only doubtful. `num_gpus` is 0 where ranks train on the CPU.
     """
     added = preset_variables(name)
     here = EnvironmentFacts(

@@ -87,7 +87,7 @@ def start_by_slurm(spec: LaunchSpec | TrainSpec, name: str, *, grace_s: float, d
 
 
 def _submit(spec: BatchSpec, run: RunDirectory) -> None:
-    """Submit the script and say which job it is; nothing is left of one that SLURM refuses."""
+    """Submit the script and print its job number; nothing is left of one that SLURM refuses."""
     run.batch_script.write_text(batch_script(spec), errors="surrogateescape")
     try:
         job = submit(run.batch_script)
@@ -100,7 +100,7 @@ def _submit(spec: BatchSpec, run: RunDirectory) -> None:
 
 
 def _leave(*_: object) -> NoReturn:
-    """End on SIGUSR1, by which SLURM says that time is over, before there are ranks to pass it on to: run it again."""
+    """End on SIGUSR1, SLURM's notice before a time limit, while there are no ranks to pass it on to: run it again."""
     sys.exit(PREEMPTED)
 
 
@@ -128,7 +128,7 @@ def _command(
 
 
 def _describe(spec: BatchSpec) -> str:
-    """Say which ranks each node will have."""
+    """Return which ranks each node will have."""
     least, most = spec.nodes
     lines = []
     for node in range(most):
