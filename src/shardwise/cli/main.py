@@ -237,9 +237,9 @@ def present(report: Report, *, as_json: bool = False) -> int:
 
 def _parameter(name: str, field: FlatField) -> Callable[[Callable[..., int]], Callable[..., int]]:
     if field.option.positional:
-        variadic: dict[str, Any] = {"nargs": -1, "type": click.UNPROCESSED} if _is_tuple(field.hint) else {}
+        more: dict[str, Any] = {"nargs": -1, "type": click.UNPROCESSED} if _is_tuple(field.hint) else _value(field.hint)
         required = field.default is msgspec.NODEFAULT
-        return click.argument(name, metavar=field.option.metavar, required=required, **variadic)
+        return click.argument(name, metavar=field.option.metavar, required=required, **more)
     flags = field.option.flags or (f"--{name.replace('_', '-')}",)
     more = _value(field.hint)
     if field.default is msgspec.NODEFAULT:

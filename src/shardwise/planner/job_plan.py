@@ -113,8 +113,3 @@ def check_model_fits(job: Job, plan: Plan) -> None:
         from shardwise.training.preflight import check_model  # imports torch
 
         check_model(job, plan)
-
-
-def engine_device(job: Job, asked: str | None, nproc: int) -> LocalDevice:
-    """Return the device of the ranks of this job on this machine."""
-    return local_device(asked, nproc, job.engine)

@@ -19,7 +19,7 @@ from shardwise.launcher.nodes.node import NodesSpec, join_run, node_facts
 from shardwise.launcher.nodes.rounds import launch_nodes
 from shardwise.monitor.sinks import SinkSpec, parse_sink
 from shardwise.parallel.support import uses_ddp
-from shardwise.planner.job_plan import check_model_fits, engine_device, settle_job_plan, split_settings
+from shardwise.planner.job_plan import check_model_fits, local_device, settle_job_plan, split_settings
 from shardwise.planner.settle import LocalDevice
 from shardwise.plans import Plan
 from shardwise.plans.toml import plan_to_toml
@@ -131,7 +131,7 @@ def train_job(spec: TrainSpec) -> TrainReport:
         main_run = _train_in_world(spec, job, reference, plan_overrides)
         return read_result(main_run) if main_run is not None else TrainReport()
     nproc = spec.nproc or 1
-    device = engine_device(job, spec.place.device, nproc)
+    device = local_device(spec.place.device, nproc, job.engine)
     num_nodes = nodes.most if nodes else 1
     plan = settle_job_plan(job, spec.plan, world_size=nproc * num_nodes, device=device, overrides=plan_overrides)
     check_model_fits(job, plan)
