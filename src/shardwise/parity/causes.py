@@ -19,7 +19,7 @@ from shardwise.parity.evidence import (
 from shardwise.parity.spec import Finding
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -210,8 +210,8 @@ _MOST_ROUNDED_ALIKE = 0.95
 def rounded_gradients(evidence: Evidence) -> Finding | None:
     """Whether gradients were summed or sent in a lower precision than they were computed in."""
     off = [name for name in evidence.off if name in evidence.gradients and name in evidence.expected_gradients]
-    found = _flat([evidence.gradients[name] for name in off])
-    wanted = _flat([evidence.expected_gradients[name] for name in off])
+    found = _flat(evidence.gradients, off)
+    wanted = _flat(evidence.expected_gradients, off)
     for precision, dtype in _LOWER.items():
         if not _is_same(found, wanted, evidence.plan.layout.world_size * torch.finfo(dtype).eps):
             continue
@@ -238,8 +238,8 @@ def scaled_parameters(evidence: Evidence) -> Finding | None:
         return None
     if any(name not in evidence.gradients or name not in evidence.expected_gradients for name in off):
         return None
-    found = _flat([evidence.gradients[name] for name in off])
-    wanted = _flat([evidence.expected_gradients[name] for name in off])
+    found = _flat(evidence.gradients, off)
+    wanted = _flat(evidence.expected_gradients, off)
     square = float(wanted @ wanted)
     factor = float(found @ wanted) / square if square else 0.0
     if not factor or not _is_same(found, factor * wanted, max(SAME, evidence.tolerance)):
@@ -258,10 +258,10 @@ def repeated_bias(evidence: Evidence) -> Finding | None:
     """Whether tensor-parallel ranks each added a bias to their share, so that the sum has it several times."""
     for times, gradients in evidence.repeated_bias.items():
         names = [name for name in gradients if name in evidence.gradients]
-        found = _flat([evidence.gradients[name] for name in names])
-        if not _is_same(found, _flat([gradients[name] for name in names]), max(SAME, evidence.tolerance)):
+        found = _flat(evidence.gradients, names)
+        if not _is_same(found, _flat(gradients, names), max(SAME, evidence.tolerance)):
             continue
-        if _is_same(found, _flat([evidence.expected_gradients[name] for name in names]), evidence.tolerance):
+        if _is_same(found, _flat(evidence.expected_gradients, names), evidence.tolerance):
             continue
         return Finding(
             cause="bias added several times",
@@ -330,7 +330,7 @@ def _is_sum_of_rounded(evidence: Evidence, names: Sequence[str], found: Tensor, 
         return False
     total = torch.zeros_like(found)
     for row in evidence.cells:
-        own = sum((_flat([cell.gradients[name] for name in names]) for cell in row), torch.zeros_like(found))
+        own = sum((_flat(cell.gradients, names) for cell in row), torch.zeros_like(found))
         total += (own / count).to(dtype).double()
     exact = (total - found).abs() <= SAME * torch.finfo(dtype).eps * found.abs().max()
     return float(exact.double().mean()) > _MOST_ROUNDED_ALIKE
@@ -359,8 +359,10 @@ def _is_same(one: Tensor, other: Tensor, tolerance: float) -> bool:
     return bool((one - other).abs().max() <= tolerance * other.abs().max()) if len(other) else False
 
 
-def _flat(values: list[Tensor]) -> Tensor:
-    return torch.cat([value.double().flatten() for value in values]) if values else torch.zeros(0).double()
+def _flat(gradients: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
+    """Return the named gradients as one vector of fp64."""
+    empty = torch.zeros(0, dtype=torch.float64)
+    return torch.cat([empty, *(gradients[name].double().flatten() for name in names)])
 
 
 def _are_prints_same(one: tuple[float, float], other: tuple[float, float]) -> bool:

@@ -12,7 +12,6 @@ import msgspec
 import torch
 
 from shardwise.parity.capture import Prints, Traced, grads_file, values_file
-from shardwise.parity.segments import relative
 from shardwise.parity.spec import Gap, Kind
 
 if TYPE_CHECKING:
@@ -210,6 +209,15 @@ def ratio(difference: float, scale: float) -> float:
     if not scale:
         return math.inf if difference else 0.0
     return difference / scale
+
+
+def relative(found: float, wanted: float) -> float:
+    """Return the difference over the value; infinite where only one of the two is a number."""
+    if math.isnan(found) or math.isnan(wanted):
+        return 0.0 if math.isnan(found) and math.isnan(wanted) else math.inf
+    if not wanted:
+        return math.inf if found else 0.0
+    return abs(found - wanted) / abs(wanted)
 
 
 def _tensor_gaps(  # noqa: PLR0917 - positions of private callers

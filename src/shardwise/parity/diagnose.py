@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from shardwise.parity.capture import fingerprint
@@ -25,9 +26,8 @@ from shardwise.parity.causes import (
     wrong_shard,
     wrong_tied_shard,
 )
-from shardwise.parity.compare import SMALL, ratio, relative_gaps
+from shardwise.parity.compare import SMALL, ratio, relative, relative_gaps
 from shardwise.parity.evidence import misplaced_pieces
-from shardwise.parity.segments import relative
 from shardwise.parity.spec import KEYED, Finding
 
 if TYPE_CHECKING:
@@ -68,26 +68,26 @@ def other_batches(evidence: Evidence) -> Finding | None:
     """Whether the ranks together read other rows than one process."""
     layout = evidence.plan.layout
     for step, wanted in enumerate(evidence.expected.rows[: evidence.step + 1]):
-        by_dp_rank = {layout.data_index(each.rank): each for each in reversed(evidence.traced)}
-        found = Counter(row for each in by_dp_rank.values() for row in each.rows[step])
+        by_dp_rank: dict[int, list[str]] = {}
+        odd: list[int] = []
+        for each in evidence.traced:  # ranks that share a data-parallel rank must read the same rows
+            rows = each.rows[step]
+            if by_dp_rank.setdefault(layout.data_index(each.rank), rows) != rows:
+                odd.append(each.rank)
+        found = Counter(chain.from_iterable(by_dp_rank.values()))
         missing, extra = Counter(wanted) - found, found - Counter(wanted)
-        odd = tuple(
-            each.rank
-            for each in evidence.traced
-            if each.rows[step] != by_dp_rank[layout.data_index(each.rank)].rows[step]
-        )
         if not (missing or extra or odd):
             continue
         if missing and not extra and evidence.micro_batches < evidence.plan.accumulation:
             return skipped_last(evidence, step, f"{missing.total()} rows of step {step} were given to no rank")
-        ranks = odd or tuple(each.rank for each in evidence.traced if extra.keys() & set(each.rows[step]))
+        ranks = odd or [each.rank for each in evidence.traced if extra.keys() & set(each.rows[step])]
         return Finding(
             cause="other batches",
             evidence=f"of {len(wanted)} rows of step {step}, {missing.total()} were read by no rank, {extra.total()}"
             " rows were read that one process did not read"
-            + (f", and ranks {list(odd)} read other rows than their peers" if odd else ""),
+            + (f", and ranks {odd} read other rows than their peers" if odd else ""),
             step=step,
-            ranks=ranks,
+            ranks=tuple(ranks),
         )
     return None
 

@@ -142,6 +142,10 @@ def take_apart(job: Job, model: nn.Module, by_dp_rank: Sequence[Sequence[MicroBa
     return [[_cell(job, model, micro_batch) for micro_batch in micro_batches] for micro_batches in by_dp_rank]
 
 
+def _all_cells(job: Job, model: nn.Module, by_dp_rank: Sequence[Sequence[MicroBatch]]) -> list[Cell]:
+    return [cell for row in take_apart(job, model, by_dp_rank) for cell in row]
+
+
 def _cell(job: Job, model: nn.Module, micro_batch: MicroBatch) -> Cell:
     batch, rows, filled, places = micro_batch.batch, micro_batch.rows, micro_batch.filled, micro_batch.places
     model.zero_grad(set_to_none=True)
@@ -181,7 +185,7 @@ def with_repeated_bias(
         bias = dict(module.named_parameters(recurse=False))["bias"]
         more = (times - 1) * bias.detach()
         hooks.append(module.register_forward_hook(lambda _module, _args, output, more=more: output + more))
-    cells = [cell for row in take_apart(job, model, by_dp_rank) for cell in row]
+    cells = _all_cells(job, model, by_dp_rank)
     for hook in hooks:
         hook.remove()
     biases = {f"{name}.bias" for name in names}
@@ -199,7 +203,7 @@ def with_restarted_positions(
         return args, {**kwargs, "position_ids": (torch.arange(length) % (length // degree))[None]}
 
     hook = model.register_forward_pre_hook(restart, with_kwargs=True)
-    cells = [cell for row in take_apart(job, model, by_dp_rank) for cell in row]
+    cells = _all_cells(job, model, by_dp_rank)
     hook.remove()
     return mean_gradient(cells)
 
@@ -222,7 +226,7 @@ def by_module(job: Job, model: nn.Module, by_dp_rank: Sequence[Sequence[MicroBat
             setattr(module, attribute, nn.Parameter(getattr(module, attribute).detach().clone()))
     if not tied:
         return {}
-    cells = [cell for row in take_apart(job, model, by_dp_rank) for cell in row]
+    cells = _all_cells(job, model, by_dp_rank)
     count = sum(cell.count for cell in cells) or 1
     return {first: list(_shares([first, *others], cells, count)) for first, others in tied.items()}
 

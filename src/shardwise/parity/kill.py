@@ -30,7 +30,6 @@ from shardwise.parallel.collectives import full_values
 from shardwise.parity.capture import digest_rows
 from shardwise.parity.prepare import prepare_job
 from shardwise.parity.reference import true_double
-from shardwise.parity.segments import SeenSamples
 from shardwise.runs import EventLog
 from shardwise.runs.recorder import Timeline
 from shardwise.training.loop import run_loop
@@ -83,6 +82,20 @@ def choose_kills(name: str, steps: int) -> tuple[Kill, Kill]:
     first = chosen.randint(1, steps - 3)
     second = chosen.randint(first + 2, steps - 1)
     return Kill(moment="step", step=first), Kill(moment=chosen.choice(("open", "os.rename")), step=second)
+
+
+class SeenSamples(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank saw of one step."""
+
+    step: int
+    loss: float | None
+    """This rank's share of the mean loss; None for NaN."""
+    rows: tuple[str, ...]
+    """Digests of the rows in its loss."""
+    rate: float
+    """Learning rate."""
+    draw: float
+    """A random number, drawn after the step."""
 
 
 @dataclass(frozen=True)

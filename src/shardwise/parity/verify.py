@@ -15,11 +15,19 @@ from shardwise.errors import InputError
 from shardwise.job import Job
 from shardwise.launcher.local.function import run_forked
 from shardwise.parallel.support import require_supported
-from shardwise.parity.bands import exact_counterpart, loss_band_gaps, no_exact_cause, rounding_gaps, rounds_in
 from shardwise.parity.compare import EXACT
 from shardwise.parity.investigate import Case, investigate
 from shardwise.parity.kill import choose_kills
-from shardwise.parity.noise import computes_in_less, conditions, may_be_noise
+from shardwise.parity.noise import (
+    computes_in_less,
+    conditions,
+    exact_counterpart,
+    loss_band_gaps,
+    may_be_noise,
+    no_exact_cause,
+    rounding_gaps,
+    rounds_in,
+)
 from shardwise.parity.plans import (
     Exact,
     all_plans,

@@ -12,8 +12,7 @@ from torch import nn
 
 from refusals import refuses
 from shardwise.checkpoint import read_manifest, save
-from shardwise.checkpoint.convert import own as convert_own
-from shardwise.checkpoint.convert.contents import Contents, bytes_of
+from shardwise.checkpoint.convert.contents import Contents, bytes_of, write_own
 from shardwise.checkpoint.convert.convert import KINDS, convert, diff, open_contents
 from shardwise.checkpoint.spec import ConvertSpec, DiffSpec, Kind
 from shardwise.errors import InputError, ShardwiseError
@@ -257,7 +256,7 @@ def test_a_sparse_tensor_is_refused_by_name(tmp_path):
 
 def test_our_own_kind_is_written_in_parts(own, tmp_path, monkeypatch):
     """Each tensor is read once, and no more than 200 bytes at a time unless one is larger."""
-    monkeypatch.setattr("shardwise.checkpoint.convert.own.BATCH_BYTES", 200)
+    monkeypatch.setattr("shardwise.checkpoint.convert.contents.BATCH_BYTES", 200)
     contents = open_contents(own)
     asked = []
 
@@ -265,7 +264,7 @@ def test_our_own_kind_is_written_in_parts(own, tmp_path, monkeypatch):
         asked.append(list(names))
         return contents.read(names)
 
-    convert_own.write(dataclasses.replace(contents, read=read), tmp_path / "target")
+    write_own(dataclasses.replace(contents, read=read), tmp_path / "target")
     sizes = [sum(bytes_of(contents.forms[name]) for name in names) for names in asked]
     assert len(asked) > 3
     assert all(size <= 200 or len(names) == 1 for size, names in zip(sizes, asked, strict=True))

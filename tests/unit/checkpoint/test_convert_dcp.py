@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from refusals import refuses
 from shardwise.checkpoint import load, read_manifest
 from shardwise.checkpoint.convert.convert import convert, open_contents
-from shardwise.checkpoint.convert.dcp import read_listing
+from shardwise.checkpoint.convert.torch_formats import read_listing
 from shardwise.checkpoint.errors import DamagedError
 from shardwise.checkpoint.spec import ConvertSpec
 from shardwise.errors import InputError, ShardwiseError

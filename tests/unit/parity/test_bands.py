@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from shardwise.layout import Layout
-from shardwise.parity.bands import rounding_gaps
 from shardwise.parity.capture import Traced, grads_file, values_file
+from shardwise.parity.noise import rounding_gaps
 from shardwise.parity.runner import Record
 from shardwise.planner.settle import LocalDevice, settle
 

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from shardwise.layout import Layout
-from shardwise.parity.segments import SeenSamples, Segment, find_divergence, loss_gaps, name_values
+from shardwise.parity.resume import SeenSamples, Segment, find_divergence, loss_gaps, name_values
 from shardwise.parity.spec import Gap
 
 STEPS = 6

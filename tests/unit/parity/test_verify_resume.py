@@ -187,7 +187,7 @@ def test_a_plan_that_is_off_by_itself_is_blamed_and_not_resume(monkeypatch):
     monkeypatch.setattr(plain.PlainStep, "_backward", scaled)
     finding = finding_on()
     assert finding.cause == "another plan, other numbers"
-    assert "ddp on 1 rank differs even if nobody stops it" in finding.evidence
+    assert "ddp on 1 rank differs even without a kill" in finding.evidence
 
 
 def test_a_job_that_draws_random_numbers_is_told_apart():

@@ -12,19 +12,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from shardwise.checkpoint.convert import dcp as convert_dcp
 from shardwise.checkpoint.convert import deepspeed as convert_deepspeed
 from shardwise.checkpoint.convert import deepspeed_universal
 from shardwise.checkpoint.convert import deepspeed_write as deepspeed_ranks
 from shardwise.checkpoint.convert import hugging_face as convert_hf
 from shardwise.checkpoint.convert import mlx as convert_mlx
-from shardwise.checkpoint.convert import own as convert_own
 from shardwise.checkpoint.convert import peft as convert_peft
-from shardwise.checkpoint.convert import torch_file as convert_torch
-from shardwise.checkpoint.convert.contents import BATCH_BYTES, Contents, bytes_of, find_ties
-from shardwise.checkpoint.convert.dcp import METADATA
+from shardwise.checkpoint.convert.contents import BATCH_BYTES, Contents, bytes_of, find_ties, read_own, write_own
 from shardwise.checkpoint.convert.deepspeed import is_deepspeed
 from shardwise.checkpoint.convert.peft import merged, only_adapters
+from shardwise.checkpoint.convert.torch_formats import METADATA, read_file, read_folder, write_file, write_folder
 from shardwise.checkpoint.disk import sync_folder, write_synced
 from shardwise.checkpoint.errors import explained, parse_name
 from shardwise.checkpoint.folder import find_checkpoints
@@ -66,15 +63,15 @@ KINDS = {
     "shardwise": CheckpointFormat(
         "a checkpoint of ours, a folder of them or a run directory",
         lambda path: bool(find_checkpoints(path)),
-        convert_own.read,
-        convert_own.write,
+        read_own,
+        write_own,
         max_held_bytes=BATCH_BYTES,
     ),
     "dcp": CheckpointFormat(
         "a torch.distributed.checkpoint folder",
         lambda path: (path / METADATA).is_file(),
-        convert_dcp.read,
-        convert_dcp.write,
+        read_folder,
+        write_folder,
         max_held_bytes=None,
     ),
     "deepspeed": CheckpointFormat(
@@ -108,9 +105,7 @@ KINDS = {
         max_held_bytes=convert_hf.MAX_FILE_BYTES,
         holds=Contents.only_weights,
     ),
-    "torch": CheckpointFormat(
-        "a torch file", Path.is_file, convert_torch.read, convert_torch.write, max_held_bytes=None
-    ),
+    "torch": CheckpointFormat("a torch file", Path.is_file, read_file, write_file, max_held_bytes=None),
 }
 """Tried in this order."""
 

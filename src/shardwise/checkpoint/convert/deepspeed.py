@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.convert.contents import MODEL, OPTIMIZER, Contents, form_from
-from shardwise.checkpoint.convert.torch_file import load_plain, sort_state
+from shardwise.checkpoint.convert.torch_formats import load_plain, sort_state
 from shardwise.checkpoint.errors import DamagedError
 from shardwise.errors import InputError
 
