@@ -9,13 +9,13 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "style_table.py"
 REACHED = {
     # Figures that are still above their target, at the value they have reached: lower it, never raise it.
-    "files": 391,
+    "files": 385,
     "lines": 72_300,
     "modules under 80 lines with one importer": 12,
     "nested comprehensions with conditions": 18,
     "nested conditional expressions": 1,
-    "comprehensions per 1,000 lines": 37.8,
-    "conditional expressions per 1,000 lines": 24.7,
+    "comprehensions per 1,000 lines": 37.6,
+    "conditional expressions per 1,000 lines": 24.5,
     "imports inside functions": 156,
 }
 
