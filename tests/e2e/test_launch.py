@@ -279,11 +279,11 @@ def test_dry_run_prints_and_starts_nothing(folder):
 
 
 BAD = {
-    "no such script": (["nowhere.py"], "nowhere.py is not there"),
+    "no such script": (["nowhere.py"], "nowhere.py does not exist"),
     "no such module": (["-m", "no_such_module"], "no_such_module"),
     "no such program": (["--no-python", "no-such-program"], "not on the path"),
     "node rank beyond nnodes": (["--node_rank", "1", "script.py"], "--node-rank 1"),
-    "several machines that meet nowhere": (["--nnodes", "2", "script.py"], "nothing says where they meet"),
+    "several machines that meet nowhere": (["--nnodes", "2", "script.py"], "no rendezvous endpoint"),
     "nproc that is no number": (["--nproc_per_node", "many", "script.py"], "many"),
     "no GPU to count": (["--nproc_per_node", "gpu", "script.py"], "no NVIDIA GPU"),
     "contradictory flags": (["-m", "--no-python", "script.py"], "contradict"),

@@ -262,7 +262,7 @@ BAD = {
     "no such host": (["--node_rank=1", "--master_addr=nowhere", "job.py"], "'nowhere' has no address"),
     "host name that resolves elsewhere": (
         ["--node_rank=0", "--master_addr=elsewhere", "job.py"],
-        "elsewhere is 10.77.0.9, which is no address of this machine, node 0 (it has 10.77.0.2 on eth0)",
+        "elsewhere is 10.77.0.9, which is not an address of this machine, node 0 (it has 10.77.0.2 on eth0)",
     ),
     "another command": (["--node_rank=1", "--master_addr=zero", "job.py", "--lr=2"], "has command 'job.py --lr=2'"),
     "another number of nodes": (["--nnodes=3", "--node_rank=1", "--master_addr=zero", "job.py"], "has --nnodes '3:3'"),
@@ -270,7 +270,7 @@ BAD = {
     "another torch": (["--node_rank=1", "--master_addr=zero", "job.py"], "has torch '1.0', node 0 (host0) has '2"),
     "a port where nobody speaks our language": (
         ["--node_rank=1", "--master_addr=10.77.0.2", "--master_port=29777", "job.py"],
-        "what answers at 10.77.0.2:29777 is no node 0 of shardwise",
+        "the peer at 10.77.0.2:29777 is not node 0 of shardwise",
     ),
     "nobody there": (
         ["--node_rank=1", "--master_addr=zero", "--master_port=29666", "--rdzv_conf=timeout=2", "job.py"],
@@ -278,7 +278,7 @@ BAD = {
     ),
     "local address of another": (
         ["--node_rank=0", "--master_addr=10.77.0.2", "--local_addr=10.77.0.1", "job.py"],
-        "--local-addr 10.77.0.1 is no address of this machine",
+        "--local-addr 10.77.0.1 is not an address of this machine",
     ),
 }
 MUTE = "import socket, time; s = socket.create_server(('10.77.0.2', 29777)); time.sleep(60)"

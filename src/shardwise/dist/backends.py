@@ -32,7 +32,7 @@ _WHERE = {
 
 
 def choose_backend(asked: str | None, device: torch.device) -> str:
-    """Return the backend to start on `device`: what was asked if it can work, else nccl on CUDA and gloo elsewhere."""
+    """Return the backend to start on `device`: the one asked for if it can work, else nccl on CUDA, gloo elsewhere."""
     if asked is None:
         asked = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
     name = shown_backend(asked.lower())
@@ -62,11 +62,11 @@ def default_timeout_s(backend: str) -> float:
 
 def _per_device(name: str) -> dict[str, str]:
     devices: dict[str, str] = {}
-    for part in name.split(","):
-        device, colon, backend = part.strip().partition(":")
+    for entry in name.split(","):
+        device, colon, backend = entry.strip().partition(":")
         if not (device and colon and backend):
             raise WorldError(
-                f"backend {name!r} has a part {part!r}",
+                f"backend {name!r} has an entry {entry!r}",
                 code="world.backend-syntax",
                 fix="write device and backend, such as cpu:gloo,cuda:nccl",
             )
@@ -103,7 +103,7 @@ def _capability(backend: str) -> list[str]:
         return ["cpu"]
     if backend not in registered:
         raise WorldError(
-            f"there is no backend {backend!r}", code="world.unknown-backend", fix=nearest(backend, registered)
+            f"backend {backend!r} does not exist", code="world.unknown-backend", fix=nearest(backend, registered)
         )
     return registered[backend]
 
@@ -117,11 +117,11 @@ def _check_available(backend: str) -> None:
         )
 
 
-# Who this rank is: what the caller said, else what a launcher said.
+# The identity of this rank: the arguments of the caller, else the variables of a launcher.
 
 
 def find_identity(rank: int | None, world_size: int | None, local_rank: int | None) -> Identity:
-    """Return who this rank is; arguments win over variables, and half a pair is refused."""
+    """Return the identity of this rank; arguments win over variables, and half a pair is refused."""
     if rank is None and world_size is None:
         identity = identify()
     elif rank is None or world_size is None:
@@ -143,7 +143,7 @@ def find_identity(rank: int | None, world_size: int | None, local_rank: int | No
 
 
 def _recall(rank: int, world_size: int) -> Identity:
-    """Return what a launcher says of `rank` if it means the same rank and world, else assume one node."""
+    """Return the launcher's identity of `rank` if it is of the same rank and world, else assume one node."""
     try:
         identity = identify()
     except EnvironmentVariablesError:
@@ -160,10 +160,10 @@ def _recall(rank: int, world_size: int) -> Identity:
     )
 
 
-def place_by_hosts(identity: Identity, hosts: Sequence[str]) -> Identity:
-    """Return `identity` with its place on its node counted from the host of every rank, by rank.
+def locate_by_hosts(identity: Identity, hosts: Sequence[str]) -> Identity:
+    """Return `identity` with its local rank and node counted from the host of every rank, by rank.
 
-    Only what no launcher told: those of MPI tell the local rank, and number no nodes. A local rank that the caller gave
+    Only what no launcher set: those of MPI set the local rank and number no nodes. A local rank that the caller passed
     stays.
     """
     host = hosts[identity.rank]

@@ -1,4 +1,4 @@
-"""How ranks meet: env://, tcp://host:port and file:///path, with each way to fail put into one sentence."""
+"""The rendezvous of ranks: env://, tcp://host:port and file:///path, with one sentence for each way to fail."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from datetime import timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from shardwise.dist.stores import FileStore, Store, TCPStore
 from shardwise.environment import master_endpoint
-from shardwise.errors import WorldError, nearest
+from shardwise.errors import LaunchError, WorldError, nearest
+from shardwise.launcher.nodes.network import resolve
 
 _SCHEMES = ("env", "tcp", "file")
-_RESOLVE_PATIENCE_S = 30.0
+_RESOLVE_S = 30.0
 """Kubernetes publishes the name of a pod only once the pod is up, some seconds after its peers asked for it."""
 _VERDICT = "shardwise/verdict"
 _GO = "go"
@@ -26,7 +27,7 @@ _GO = "go"
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """A place where ranks meet: the environment's endpoint, a TCP endpoint, or a file all of them can write."""
+    """Where ranks join: the environment's endpoint, a TCP endpoint, or a file that all of them can write."""
 
     scheme: str
     host: str = ""
@@ -43,7 +44,7 @@ class Rendezvous:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_meeting(init_method: str) -> Rendezvous:
+def parse_rendezvous(init_method: str) -> Rendezvous:
     """Read "env://", "tcp://host:port" or "file:///path"; anything else is refused."""
     scheme, separator, rest = init_method.partition("://")
     if not separator or scheme not in _SCHEMES:
@@ -65,15 +66,13 @@ def parse_meeting(init_method: str) -> Rendezvous:
     return _parse_tcp(init_method)
 
 
-def join(meeting: Rendezvous, *, rank: int, world_size: int, timeout_s: float) -> Store:
-    """Communicate with the other ranks at `meeting`, called on every rank, and return the store they share."""
-    if meeting.scheme == "env":
+def join(rdzv: Rendezvous, *, rank: int, world_size: int, timeout_s: float) -> Store:
+    """Communicate with the other ranks at `rdzv`, called on every rank, and return the store they share."""
+    if rdzv.scheme == "env":
         return _join_env(rank, world_size, timeout_s)
-    store = (
-        _open_tcp(meeting, rank, world_size, timeout_s) if meeting.scheme == "tcp" else _open_file(meeting, world_size)
-    )
+    store = _open_tcp(rdzv, rank, world_size, timeout_s) if rdzv.scheme == "tcp" else _open_file(rdzv, world_size)
     store.set_timeout(timedelta(seconds=timeout_s))
-    _announce(store, meeting, rank, world_size, timeout_s)
+    _announce(store, rdzv, rank, world_size, timeout_s)
     return store
 
 
@@ -91,7 +90,7 @@ def _parse_tcp(init_method: str) -> Rendezvous:
         )
     if parts is None or parts.path or parts.query:
         raise WorldError(
-            f"init_method {init_method!r} says more than host and port",
+            f"init_method {init_method!r} has more than host and port",
             code="rendezvous.endpoint-invalid",
             fix=f"write tcp://{host}:{port} and pass rank= and world_size=",
         )
@@ -99,31 +98,31 @@ def _parse_tcp(init_method: str) -> Rendezvous:
 
 
 def _join_env(rank: int, world_size: int, timeout_s: float) -> Store:
-    """Meet as torch does, so that an agent's store is used where torchrun offers one."""
+    """Join as torch does, so that an agent's store is used where torchrun offers one."""
     host, port = master_endpoint()
     if host is None or port is None:
         missing = [name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if value is None]
         raise WorldError(
-            f"{world_size} ranks are to meet by env://, but {' and '.join(missing)} is not set",
+            f"{world_size} ranks are to join by env://, but {' and '.join(missing)} is not set",
             code="rendezvous.master-not-set",
             fix=f"export {' and '.join(missing)}, or start the ranks with torchrun",
         )
     _resolve(host, port, timeout_s)
     try:
-        store: Store = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))[0]
+        store: Store = next(torch_rendezvous("env://", rank, world_size, timeout=timedelta(seconds=timeout_s)))[0]
     except RuntimeError as error:
         raise _network_error(error, f"{host}:{port}", rank, timeout_s) from error
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
 
 
-def _open_tcp(meeting: Rendezvous, rank: int, world_size: int, timeout_s: float) -> Store:
-    _resolve(meeting.host, meeting.port, timeout_s)
-    listener = _loopback_listener(meeting) if rank == 0 else None
+def _open_tcp(rdzv: Rendezvous, rank: int, world_size: int, timeout_s: float) -> Store:
+    _resolve(rdzv.host, rdzv.port, timeout_s)
+    listener = _loopback_listener(rdzv) if rank == 0 else None
     try:
         return TCPStore(
-            meeting.host,
-            meeting.port,
+            rdzv.host,
+            rdzv.port,
             world_size,
             is_master=rank == 0,
             timeout=timedelta(seconds=timeout_s),
@@ -131,70 +130,72 @@ def _open_tcp(meeting: Rendezvous, rank: int, world_size: int, timeout_s: float)
             master_listen_fd=listener,
         )
     except RuntimeError as error:
-        raise _network_error(error, meeting.endpoint, rank, timeout_s) from error
+        raise _network_error(error, rdzv.endpoint, rank, timeout_s) from error
 
 
-def _loopback_listener(meeting: Rendezvous) -> int | None:
+def _loopback_listener(rdzv: Rendezvous) -> int | None:
     """Return a descriptor that listens on loopback alone, where torch's own would listen on every interface."""
     try:
-        if not ipaddress.IPv4Address(meeting.host).is_loopback:
+        if not ipaddress.IPv4Address(rdzv.host).is_loopback:
             return None
     except ValueError:
         return None
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((meeting.host, meeting.port))
+            listener.bind((rdzv.host, rdzv.port))
         except OSError as error:
-            raise _port_error(meeting.endpoint, error.strerror) from error
+            raise _port_error(rdzv.endpoint, error.strerror) from error
         return listener.detach()
 
 
-def _open_file(meeting: Rendezvous, world_size: int) -> Store:
+def _open_file(rdzv: Rendezvous, world_size: int) -> Store:
     # torch would try to open a file without a folder for five minutes.
-    if not meeting.path.parent.is_dir():
+    if not rdzv.path.parent.is_dir():
         raise WorldError(
-            f"{meeting} lies in no folder", code="rendezvous.file-folder-missing", fix=f"mkdir -p {meeting.path.parent}"
+            f"{rdzv} is in a folder that does not exist",
+            code="rendezvous.file-folder-missing",
+            fix=f"mkdir -p {rdzv.path.parent}",
         )
     try:
-        meeting.path.touch()
+        rdzv.path.touch()
     except OSError as error:
         raise WorldError(
-            f"{meeting} cannot be written: {error.strerror}",
+            f"{rdzv} cannot be written: {error.strerror}",
             code="rendezvous.file-write-failed",
             fix="choose another path",
         ) from error
-    return FileStore(str(meeting.path), world_size)
+    return FileStore(str(rdzv.path), world_size)
 
 
-def _announce(store: Store, meeting: Rendezvous, rank: int, world_size: int, timeout_s: float) -> None:
-    """Communicate through `store`: say that `rank` is here, refuse leftovers and second claims, wait for all."""
+def _announce(store: Store, rdzv: Rendezvous, rank: int, world_size: int, timeout_s: float) -> None:
+    """Communicate through `store`: announce `rank`, refuse leftovers and second claims, wait for all."""
     try:
         # Whatever is decided before this rank was counted was decided by an earlier run.
         if store.add(_joined(rank), 1) > 1 or store.check([_VERDICT]):
             store.set(_VERDICT, str(rank))
         elif store.add("shardwise/arrived", 1) == world_size:
             store.set(_VERDICT, _GO)
-        verdict = _wait_for_verdict(store, meeting, world_size, timeout_s)
+        verdict = _wait_for_verdict(store, rdzv, world_size, timeout_s)
     except RuntimeError as error:
         raise WorldError(
-            f"rank {rank} lost the store at {meeting} while ranks were joining",
+            f"rank {rank} lost the store at {rdzv} while ranks were joining",
             code="rendezvous.store-lost",
-            fix="see what rank 0 says",
+            fix="see the output of rank 0",
         ) from error
     if verdict != _GO:
-        raise _refused(meeting, int(verdict))
+        raise _refused(rdzv, int(verdict))
 
 
-def _wait_for_verdict(store: Store, meeting: Rendezvous, world_size: int, timeout_s: float) -> str:
+def _wait_for_verdict(store: Store, rdzv: Rendezvous, world_size: int, timeout_s: float) -> str:
     start = time.monotonic()
-    # Asking again and again, less and less often: inside store.wait, Ctrl-C would not be heard.
+    # Asking again and again, less and less often: inside store.wait, Ctrl-C would have no effect.
     while not store.check([_VERDICT]):
         waited_s = time.monotonic() - start
         if waited_s > timeout_s:
             missing = [str(rank) for rank in range(world_size) if not store.check([_joined(rank)])]
             raise WorldError(
-                f"after {timeout_s:g} s at {meeting}, {len(missing)} of {world_size} ranks have not come:"
+                f"after {timeout_s:g} s at {rdzv}, {len(missing)} of {world_size} ranks have not joined:"
                 f" {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}",
                 code="rendezvous.timeout",
                 fix="start every rank with the same init_method and world_size",
@@ -207,36 +208,30 @@ def _joined(rank: int) -> str:
     return f"shardwise/joined/{rank}"
 
 
-def _refused(meeting: Rendezvous, rank: int) -> WorldError:
-    if meeting.scheme == "file":
+def _refused(rdzv: Rendezvous, rank: int) -> WorldError:
+    if rdzv.scheme == "file":
         return WorldError(
-            f"{meeting} was left behind by an earlier run, or two processes came as rank {rank}",
+            f"{rdzv} was left behind by an earlier run, or two processes joined as rank {rank}",
             code="rendezvous.file-stale",
-            fix=f"rm {shlex.quote(str(meeting.path))}",
+            fix=f"rm {shlex.quote(str(rdzv.path))}",
         )
     return WorldError(
-        f"two processes came to {meeting} as rank {rank}",
+        f"two processes joined {rdzv} as rank {rank}",
         code="rendezvous.rank-repeated",
         fix="give every process its own rank, and every job its own port",
     )
 
 
 def _resolve(host: str, port: int, timeout_s: float) -> None:
-    patience_s = min(timeout_s, _RESOLVE_PATIENCE_S)
-    end = time.monotonic() + patience_s
-    while True:
-        try:
-            socket.getaddrinfo(host, port)
-        except (OSError, UnicodeError) as error:
-            if time.monotonic() < end:
-                time.sleep(0.5)
-                continue
-            raise WorldError(
-                f"host {host!r} did not resolve for {patience_s:g} s",
-                code="rendezvous.host-not-resolved",
-                fix="use an address this machine can look up",
-            ) from error
-        return
+    limit_s = min(timeout_s, _RESOLVE_S)
+    try:
+        resolve(host, port, limit_s)
+    except LaunchError as error:
+        raise WorldError(
+            f"host {host!r} did not resolve for {limit_s:g} s",
+            code=error.code,
+            fix="use an address this machine can look up",
+        ) from error
 
 
 def _network_error(error: RuntimeError, endpoint: str, rank: int, timeout_s: float) -> WorldError:

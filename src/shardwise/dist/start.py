@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardwise.dist.backends import choose_backend, default_device, default_timeout_s, find_identity, place_by_hosts
-from shardwise.dist.rendezvous import Rendezvous, join, parse_meeting
+from shardwise.dist.backends import choose_backend, default_device, default_timeout_s, find_identity, locate_by_hosts
+from shardwise.dist.rendezvous import Rendezvous, join, parse_rendezvous
 from shardwise.dist.stores import HashStore, PrefixStore
 from shardwise.dist.world import World, running_group
 from shardwise.engines.mpi.group import MpiGroup
@@ -69,63 +69,63 @@ def world(
     over_mpi = torch_backend(name) == GROUP_NAME
     if over_mpi:
         identity = mpi_runtime().identity(identity)
-    meeting = find_meeting(identity, init_method, store, over_mpi=over_mpi)
+    rdzv = find_rendezvous(identity, init_method, store, over_mpi=over_mpi)
     if over_mpi:
-        store = mpi_runtime().join(identity, limit_s, needs_store=meeting == MET_BY_MPI) or store
-    if isinstance(meeting, Rendezvous):
-        store = join(meeting, rank=identity.rank, world_size=identity.world_size, timeout_s=limit_s)
+        store = mpi_runtime().join(identity, limit_s, needs_store=rdzv == MET_BY_MPI) or store
+    if isinstance(rdzv, Rendezvous):
+        store = join(rdzv, rank=identity.rank, world_size=identity.world_size, timeout_s=limit_s)
     elif store is None:
         store = HashStore()
     hosts = _start_group(
         identity, store, backend=name, device=chosen, timeout=timedelta(seconds=limit_s), pg_options=pg_options
     )
     return World.of(
-        place_by_hosts(identity, hosts),
+        locate_by_hosts(identity, hosts),
         device=chosen,
         backend=name,
         timeout_s=limit_s,
         store=store,
-        init_method=str(meeting),
+        init_method=str(rdzv),
     )
 
 
 def _check_timeout(timeout_s: float | None) -> None:
     if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise WorldError(
-            f"timeout_s={timeout_s:g} is no time limit",
+            f"timeout_s={timeout_s:g} is not a time limit",
             code="world.timeout-invalid",
             fix="use a number of seconds above 0",
         )
 
 
-def find_meeting(
+def find_rendezvous(
     identity: Identity, init_method: str | None, store: Store | None, *, over_mpi: bool = False
 ) -> Rendezvous | str:
-    """Return where the ranks meet; "store" when the caller brought one, "alone" when there is nobody to meet.
+    """Return the rendezvous of the ranks; "store" when the caller passed one, "alone" in a world of one rank.
 
-    `over_mpi` they need no place: "mpi".
+    `over_mpi` there is none: "mpi".
     """
     if init_method is not None and store is not None:
         raise WorldError(
             "both init_method and store were given", code="world.store-with-init-method", fix="pass one of them"
         )
-    meeting = Rendezvous(scheme="env") if init_method is None else parse_meeting(init_method)
-    if identity.source == "alone" and (store is not None or meeting.scheme != "env"):
+    rdzv = Rendezvous(scheme="env") if init_method is None else parse_rendezvous(init_method)
+    if identity.source == "alone" and (store is not None or rdzv.scheme != "env"):
         raise WorldError(
-            f"{'a store' if store is not None else meeting} was given, but nothing says which rank this is",
+            f"{'a store' if store is not None else rdzv} was given, but the rank of this process is unknown",
             code="world.rank-unknown",
             fix="pass rank= and world_size=, or start the ranks with a launcher",
         )
     if store is not None:
         return "store"
-    if meeting.scheme != "env":
-        return meeting
+    if rdzv.scheme != "env":
+        return rdzv
     if over_mpi and init_method is None:
         return MET_BY_MPI
     if identity.world_size == 1:
         return "alone"
     if identity.source in ("shardwise", "torchrun", "arguments"):
-        return meeting
+        return rdzv
     if identity.master_addr is None or identity.master_port is None:
         name = "MASTER_ADDR" if identity.master_addr is None else "MASTER_PORT"
         where = "on several nodes" if identity.master_addr is None else "without naming its job"
@@ -184,16 +184,16 @@ def adopt_group(*, local_rank: int | None, device: str | torch.device | None, **
     }
     for name, value in asked.items():
         if value is not None and (name not in running or running[name] != value):
-            said = f"{name}={running[name]}" if name in running else "its own"
+            actual = f"{name}={running[name]}" if name in running else "its own"
             raise WorldError(
-                f"{name}={value} was asked, but a process group is already running with {said}",
+                f"{name}={value} was asked, but a process group is already running with {actual}",
                 code="world.group-differs",
                 fix=f"leave {name} out to adopt that group, or call world() before init_process_group",
             )
-    place = find_identity(running["rank"], running["world_size"], local_rank)
-    chosen = _device(group) if device is None else choose_device(device, place)
+    identity = find_identity(running["rank"], running["world_size"], local_rank)
+    chosen = _device(group) if device is None else choose_device(device, identity)
     return World.of(
-        replace(place, source="adopted"),
+        replace(identity, source="adopted"),
         device=chosen,
         backend=running["backend"],
         timeout_s=_timeout_s(group, running["backend"], chosen),
@@ -223,7 +223,7 @@ def _timeout_s(group: ProcessGroup, backend: str, device: torch.device) -> float
 
 
 def choose_device(asked: str | torch.device | None, identity: Identity) -> torch.device:
-    """Return the device for this rank and make it torch's current one; one that is not there is refused."""
+    """Return the device for this rank and make it torch's current one; one that does not exist is refused."""
     if asked is None:
         asked = "cuda" if torch.cuda.is_available() else "cpu"
     wanted = _parse(asked)
@@ -294,7 +294,14 @@ def fake_world(size: int, rank: int = 0, device: str = "cpu") -> World:
         raise WorldError(
             f"rank {rank} is outside a fake world of {size}", code="world.rank-out-of-range", fix="use 0 to size - 1"
         )
-    store = _fake_store()
+    try:
+        store = fake_store()  # registers torch's fake backend, which lives with torch's own tests
+    except ImportError as error:
+        raise WorldError(
+            f"torch {torch.__version__} has no fake process group where shardwise looks for it",
+            code="world.no-fake-backend",
+            fix="pip install torch==2.13.0",
+        ) from error
     dist.init_process_group("fake", store=store, rank=rank, world_size=size)
     identity = Identity(rank=rank, world_size=size, local_rank=rank, local_world_size=size, source="fake")
     return World.of(
@@ -307,29 +314,14 @@ def fake_world(size: int, rank: int = 0, device: str = "cpu") -> World:
     )
 
 
-def _fake_store() -> Store:
-    """Register torch's fake backend, which lives with torch's own tests, and return its store."""
-    try:
-        return fake_store()
-    except ImportError as error:
-        raise WorldError(
-            f"torch {torch.__version__} has no fake process group where shardwise looks for it",
-            code="world.no-fake-backend",
-            fix="pip install torch==2.13.0",
-        ) from error
-
-
-# The world of forks on one machine: gloo on the CPU, meeting in a file, with no port to lose.
-
-
-def local_world(meeting: Path, rank: int, size: int, *, timeout_s: float) -> World:
+def local_world(store_path: Path, rank: int, size: int, *, timeout_s: float) -> World:
     """Communicate to start the process group of `size` forks of one process, called on every rank.
 
-    `meeting` is a file that none of them has made yet, in a folder that they share.
+    `store_path` is a file that none of them has created yet, in a folder that they share.
     """
     return world(
         backend="gloo",
-        init_method=f"file://{meeting}",
+        init_method=f"file://{store_path}",
         rank=rank,
         world_size=size,
         local_rank=rank,

@@ -1,4 +1,4 @@
-"""The world of a rank: who it is, whom it talks to, and teardown that always happens."""
+"""The world of a rank: its identity, its process groups and meshes, and teardown that always happens."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 THREADS_CATCH_UP_S = 0.02
 """What gloo's threads get before a group ends. They drop the tensors of finished work, for which they take the
-interpreter's lock: a thread that comes late meets an interpreter that ends, and the process aborts, or a group whose
-end waits for the thread, for ever."""
+interpreter's lock: a late thread finds an interpreter that ends, and the process aborts, or a group whose
+end waits for the thread without limit."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,11 +58,11 @@ class World:
     timeout_s: float
     """How long one operation may take before the backend gives up."""
     store: Store
-    """What the ranks met in; keys that start with "shardwise/" and "default_pg/" are taken."""
+    """The store of the rendezvous; keys that start with "shardwise/" and "default_pg/" are taken."""
     source: str
-    """Who said so: shardwise, torchrun, slurm, openmpi, pmi, mpi, alone, arguments, adopted or fake."""
+    """Source of rank and size: shardwise, torchrun, slurm, openmpi, pmi, mpi, alone, arguments, adopted or fake."""
     init_method: str
-    """Where the ranks met: a URL, or "mpi", "store", "alone", "adopted", "fake"."""
+    """The rendezvous: a URL, or "mpi", "store", "alone", "adopted", "fake"."""
     process_group: weakref.ref[ProcessGroup] = field(repr=False)
     created: bool = field(default=True, repr=False)
     """Whether closing this world ends the process group: not one that was running before."""
@@ -191,7 +191,7 @@ class World:
             # The rank that hosts the store must not leave while others still need it.
             self.barrier()
         except RuntimeError as error:
-            # A peer died and has its own words to say; a rank that is done has none.
+            # A peer died and reports that itself; a rank that is done has nothing to report.
             self._fail(error)
         except BaseException as error:
             self._fail(error)
@@ -199,7 +199,7 @@ class World:
         else:
             self._end()
             if self.init_method.startswith("file://"):
-                # A FileStore writes a last word when it is freed, and makes the file anew for it: so every rank
+                # A FileStore writes once more when it is freed, and creates the file again for that: so every rank
                 # frees its own first and then removes the file, and the last of them leaves none.
                 object.__setattr__(self, "store", HashStore())
                 Path(self.init_method.removeprefix("file://")).unlink(missing_ok=True)
@@ -222,7 +222,7 @@ class World:
         self._abandon()
 
     def _abandon(self) -> None:
-        """End the process group without waiting for others and without a word: an exception may be on its way."""
+        """End the process group without waiting for others and without output: an exception may be propagating."""
         group = self.process_group()
         if not self.created or group is None or not self.is_initialized:
             return
@@ -243,7 +243,7 @@ class World:
 def _check_members(members: Sequence[int], size: int) -> None:
     if not members or len(set(members)) < len(members) or not set(members) <= set(range(size)):
         raise WorldError(
-            f"ranks {members} make no group in a world of {size}",
+            f"ranks {members} are not a group in a world of {size}",
             code="world.group-ranks-invalid",
             fix=f"name at least one rank, each once, 0 to {size - 1}",
         )
@@ -257,7 +257,7 @@ def running_group() -> ProcessGroup:
     return group
 
 
-# Device meshes made from layouts: the axes that cut the world, by name.
+# Device meshes made from layouts: the axes that partition the world, by name.
 
 
 def build_mesh(layout: Layout, *, world_size: int, device_type: str) -> DeviceMesh:
@@ -273,5 +273,6 @@ def build_mesh(layout: Layout, *, world_size: int, device_type: str) -> DeviceMe
             code="layout.world-size-mismatch",
             fix=f"set replicate={world_size // others}" if fits else f"start a multiple of {others} ranks",
         )
-    cut = {axis: degree for axis, degree in zip(AXES, layout.degrees, strict=True) if degree > 1} or {"replicate": 1}
-    return init_device_mesh(device_type, tuple(cut.values()), mesh_dim_names=tuple(cut))
+    degrees = {axis: degree for axis, degree in zip(AXES, layout.degrees, strict=True) if degree > 1}
+    degrees = degrees or {"replicate": 1}
+    return init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))

@@ -60,35 +60,35 @@ def verdict(outcome: Outcome) -> str:
     if outcome.mismatch:  # the rank that failed first is then the one that received more than it had asked for
         return f"{outcome.mismatch}; so {_name(cause)} failed first: {_summary(cause)}"
     if cause.failed:
-        known = translate("\n".join(_said(cause)), cause.returncode)
+        known = translate("\n".join(_own_report(cause)), cause.returncode)
         return f"{_name(cause)} failed first: {_summary(cause)}" + (f": {known}" if known else "")
     return f"{_name(cause)} left first: exit code 0 while its peers still needed it; they lost their connection"
 
 
 def _name(exit_: RankExit) -> str:
-    return f"rank {exit_.rank} on {exit_.place}" if exit_.place else f"rank {exit_.rank}"
+    return f"rank {exit_.rank} on {exit_.node_name}" if exit_.node_name else f"rank {exit_.rank}"
 
 
 def _summary(exit_: RankExit) -> str:
     if exit_.failure is None:
         return describe_exit(exit_.returncode)
     first_line = shorten((exit_.failure.message.splitlines() or [""])[0], _MOST_LETTERS, placeholder=" ...")
-    where = "" if exit_.place else f" (on {exit_.failure.host})"
+    where = "" if exit_.node_name else f" (on {exit_.failure.host})"
     return f"{exit_.failure.kind}: {with_code(first_line, exit_.failure.code)}{where}"
 
 
 def _is_full(cause: RankExit) -> bool:
-    known = translate("\n".join(_said(cause)), cause.returncode)
+    known = translate("\n".join(_own_report(cause)), cause.returncode)
     return known is not None and known.name == DISK_FULL
 
 
-def _said(exit_: RankExit) -> tuple[str, ...]:
-    """What a rank said of its end: its exception, else the end of its log."""
+def _own_report(exit_: RankExit) -> tuple[str, ...]:
+    """What a rank recorded of its end: its exception, else the end of its log."""
     return (exit_.failure.kind, exit_.failure.message) if exit_.failure is not None else exit_.log
 
 
 def _evidence(cause: RankExit, run: RunDirectory, *, is_shown: bool) -> str:
-    """The rank's own traceback, or where it stands if it was shown; the end of its log when it could not write one."""
+    """The rank's own traceback, or where it is if it was shown; the end of its log when it could not write one."""
     log = run.stderr(cause.rank)
     if cause.failure is not None and not cause.failure.traceback:
         return ""
@@ -122,7 +122,7 @@ def gather_evidence(exits: Sequence[RankExit], run: RunDirectory) -> tuple[RankE
 
 
 def end_of_log(exit_: RankExit, run: RunDirectory) -> tuple[str, ...]:
-    """Return the last lines of a failed rank's standard error, for one that could not write its failure down."""
+    """Return the last lines of a failed rank's standard error, for one that could not record its failure."""
     log = run.stderr(exit_.rank)
     if exit_.failure is not None or not exit_.failed or not log.exists():
         return ()
@@ -146,11 +146,11 @@ def find_mismatch(exits: Sequence[RankExit]) -> str:
 
 
 def _has_seen_sizes_differ(exit_: RankExit) -> bool:
-    said = (exit_.failure.message,) if exit_.failure is not None else exit_.log
-    return exit_.failed and _SIZES_DIFFER.search("\n".join(said)) is not None
+    lines = (exit_.failure.message,) if exit_.failure is not None else exit_.log
+    return exit_.failed and _SIZES_DIFFER.search("\n".join(lines)) is not None
 
 
-# What a rank that is a fresh process said last: its uncaught exception, read from its standard error.
+# The uncaught exception of a rank that is a fresh process, read from its standard error.
 
 
 UNCAUGHT = (1, 120)
@@ -164,7 +164,7 @@ _LAST = re.compile(r"^([A-Za-z_][\w.]*)(?:: |$)(.*)\Z", re.DOTALL | re.MULTILINE
 """From the line that is not indented, which names the exception, to the end."""
 
 
-def last_words(log: Path, rank: int) -> Failure | None:
+def read_exception(log: Path, rank: int) -> Failure | None:
     """Return the uncaught exception at the end of a rank's standard error, None when there is no traceback."""
     try:
         text = log.read_bytes()[-_MOST_BYTES:].decode(errors="replace")

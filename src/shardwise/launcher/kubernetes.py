@@ -41,7 +41,7 @@ class Volume:
 
 @dataclass(frozen=True, kw_only=True)
 class PodsSpec:
-    """What Kubernetes has to know that the command does not say."""
+    """What Kubernetes has to know that is not in the command."""
 
     image: str
     """With Python, shardwise and the script in it."""
@@ -69,7 +69,7 @@ def read_kubernetes(text: str, default_name: str) -> PodsSpec:
         key, equals, value = part.partition("=")
         if key not in _KEYS:
             raise LaunchError(
-                f"--kubernetes has {part!r}, which begins with no key of it",
+                f"--kubernetes has {part!r}, which does not begin with one of its keys",
                 code="launch.kubernetes-unknown-key",
                 fix=nearest(key, _KEYS),
             )
@@ -79,7 +79,7 @@ def read_kubernetes(text: str, default_name: str) -> PodsSpec:
             )
         if key in found and key != "volume":
             raise LaunchError(
-                f"--kubernetes says {key} twice", code="launch.kubernetes-key-repeated", fix="leave one out"
+                f"--kubernetes has {key} twice", code="launch.kubernetes-key-repeated", fix="leave one out"
             )
         found.setdefault(key, []).append(value)
     if "image" not in found:
@@ -114,14 +114,14 @@ def node_0(spec: PodsSpec) -> str:
     return f"{pod}.{spec.name}"
 
 
-def manifests(spec: PodsSpec, words: Sequence[str], *, num_nodes: int, grace_s: float) -> list[dict[str, Any]]:
-    """Return the documents that run `shardwise` with these words on every node; they may hold a fresh secret."""
+def manifests(spec: PodsSpec, arguments: Sequence[str], *, num_nodes: int, grace_s: float) -> list[dict[str, Any]]:
+    """Return the documents that run `shardwise` with these arguments on every node; they may have a fresh secret."""
     made = [] if spec.secret else [_secret(spec)]
     pod = _pod(spec, grace_s)
     if spec.kind == "trainjob":
-        return [*made, _runtime(spec, pod, num_nodes), _train_job(spec, words, num_nodes)]
+        return [*made, _runtime(spec, pod, num_nodes), _train_job(spec, arguments, num_nodes)]
     container = pod["containers"][0]
-    pod = {"subdomain": spec.name, **pod, "containers": [{**container, "command": ["shardwise", *words]}]}
+    pod = {"subdomain": spec.name, **pod, "containers": [{**container, "command": ["shardwise", *arguments]}]}
     job = _document(spec, "batch/v1", "Job", spec=_job_spec(spec, pod, num_nodes))
     return [*made, _service(spec), job]
 
@@ -176,7 +176,7 @@ def _pod(spec: PodsSpec, grace_s: float) -> dict[str, Any]:
 
 
 def _service(spec: PodsSpec) -> dict[str, Any]:
-    """Give every pod a name, ready or not: nodes meet before any of them is."""
+    """Give every pod a name, ready or not: nodes join before any of them is."""
     selector = {"batch.kubernetes.io/job-name": spec.name}
     body = {"clusterIP": "None", "selector": selector, "publishNotReadyAddresses": True}
     return _document(spec, "v1", "Service", spec=body)
@@ -188,7 +188,7 @@ def _secret(spec: PodsSpec) -> dict[str, Any]:
 
 
 def _runtime(spec: PodsSpec, pod: dict[str, Any], num_nodes: int) -> dict[str, Any]:
-    """Kubeflow's half that says how nodes run: a TrainJob alone cannot say which exit codes are no failures."""
+    """Kubeflow's half with how nodes run: a TrainJob alone has no rule for exit codes that are not failures."""
     template = {
         "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
         "spec": _job_spec(spec, pod, num_nodes),
@@ -198,9 +198,9 @@ def _runtime(spec: PodsSpec, pod: dict[str, Any], num_nodes: int) -> dict[str, A
     return _document(spec, "trainer.kubeflow.org/v1alpha1", "TrainingRuntime", spec=body)
 
 
-def _train_job(spec: PodsSpec, words: Sequence[str], num_nodes: int) -> dict[str, Any]:
+def _train_job(spec: PodsSpec, arguments: Sequence[str], num_nodes: int) -> dict[str, Any]:
     reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": spec.name}
-    trainer = {"image": spec.image, "command": ["shardwise"], "args": list(words), "numNodes": num_nodes}
+    trainer = {"image": spec.image, "command": ["shardwise"], "args": list(arguments), "numNodes": num_nodes}
     body = {"runtimeRef": reference, "trainer": trainer}
     return _document(spec, "trainer.kubeflow.org/v1alpha1", "TrainJob", spec=body)
 
@@ -212,8 +212,8 @@ def _document(about: PodsSpec, api_version: str, kind: str, **body: Any) -> dict
 
 def _name_of(text: str) -> str:
     """Return a name of Kubernetes for a script's: small letters, digits and dashes, a letter first."""
-    words = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-    return (words if words[:1].isalpha() else f"run-{words}")[:_LONGEST].strip("-")
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    return (name if name[:1].isalpha() else f"run-{name}")[:_LONGEST].strip("-")
 
 
 def _checked(key: str, value: str) -> str:
@@ -252,7 +252,7 @@ def _volume(text: str) -> Volume:
 
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
 _UNPRINTED = re.compile("[\\x7f-\\x9f\\u2028\\u2029\\ufeff]")
-_WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
+_RESERVED = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
 """Which YAML 1.1 does not read as text."""
 
 
@@ -281,7 +281,7 @@ def _item(value: Any) -> list[str]:
 
 
 def _scalar(value: Any) -> str:
-    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _RESERVED:
         return value
     # What JSON quotes, YAML reads, but for characters that it takes for line ends or does not print.
     quoted = json.dumps(value, ensure_ascii=False)

@@ -76,14 +76,14 @@ def run_by_mpirun(call: Callable[[], Any], nproc: int, *, timeout_s: float | Non
         try:
             return take_results(_by_rank(outcome, nproc, folder), nproc, folder, timeout_s)
         except Exception as error:
-            error.add_note(f"last output: {_last_words(log)}")
+            error.add_note(f"last output: {_last_output(log)}")
             raise
 
 
 def _options(mpirun: str) -> list[str]:
     # Hydra, which MPICH and Intel MPI have, needs none of them and knows none.
-    said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
-    if "Open MPI" not in said and "prterun" not in said:
+    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
+    if "Open MPI" not in version and "prterun" not in version:
         return []
     return [*_OPEN_MPI, *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
 
@@ -95,7 +95,7 @@ def _environment(nproc: int) -> dict[str, str]:
 
 
 def _by_rank(outcome: Outcome, nproc: int, folder: Path) -> Outcome:
-    """Turn how mpirun ended into how its ranks ended, as far as they wrote it down."""
+    """Turn how mpirun ended into how its ranks ended, as far as they recorded it."""
     [mpirun] = outcome.exits
     failures = [read_failure(folder / f"{rank}.json") for rank in range(nproc)]
     exits = tuple(
@@ -104,20 +104,20 @@ def _by_rank(outcome: Outcome, nproc: int, folder: Path) -> Outcome:
         if failure is not None
     )
     if mpirun.failed and not exits and not outcome.timed_out and not outcome.interrupted:
-        raise RankFailedError(_end_words(mpirun.returncode, folder / "log"), code="launch.mpirun-failed")
+        raise RankFailedError(_describe_end(mpirun.returncode, folder / "log"), code="launch.mpirun-failed")
     return replace(outcome, exits=exits, timed_out=tuple(range(nproc)) if outcome.timed_out else ())
 
 
-def _end_words(code: int, log: Path) -> str:
-    """Say which rank ended how, as mpirun tells it: a signal is 128 and its number, as in a shell; else how it did."""
+def _describe_end(code: int, log: Path) -> str:
+    """Return which rank ended how, as mpirun reports it: a signal is 128 and its number, as in a shell."""
     named = re.search(r"process rank (\d+)|Process name: \[.*,(\d+)\]", log.read_text(errors="replace"))
     if named is None:
         return f"mpirun ended with {describe_exit(code)}"
     return f"rank {named[1] or named[2]} ended with {describe_exit(128 - code if code > 128 else code)}"
 
 
-def _last_words(log: Path) -> str:
-    # From its ruler on it is mpirun that speaks.
+def _last_output(log: Path) -> str:
+    # From its ruler on the output is that of mpirun.
     ranks, *_ = re.split(r"^-{40,}$", log.read_text(errors="replace"), maxsplit=1, flags=re.MULTILINE)
     lines = [line.strip() for line in ranks.splitlines() if line.strip()]
     return lines[-1] if lines else "none"

@@ -1,4 +1,4 @@
-"""What users type after torchrun, read into settled values; pure."""
+"""torchrun's options, read into settled values; pure."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def read_nodes(text: str) -> tuple[int, int]:
 def read_endpoint(
     *, rdzv_backend: str, rdzv_endpoint: str, master_addr: str | None, master_port: int | None
 ) -> tuple[str, int]:
-    """Read where the nodes of a run meet: --rdzv-endpoint HOST[:PORT], else --master-addr and --master-port."""
+    """Read the rendezvous endpoint of the nodes: --rdzv-endpoint HOST[:PORT], else --master-addr and --master-port."""
     host, port = _split(rdzv_endpoint) if rdzv_endpoint else (master_addr or "", None)
     if not host:
         raise LaunchError(
-            "several nodes, and nothing says where they meet",
+            "several nodes, and no rendezvous endpoint",
             code="launch.endpoint-missing",
             fix="add --master-addr <address of node 0>",
         )

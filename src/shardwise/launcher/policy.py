@@ -26,8 +26,8 @@ class RankExit:
     """It ended after the launcher had asked it to stop, so its end explains nothing."""
     at: float = 0.0
     """Seconds on the launcher's clock when the end was seen."""
-    place: str = ""
-    """Node that it ran on, in words; empty when there is one node."""
+    node_name: str = ""
+    """Node that it ran on; empty when there is one node."""
     log: tuple[str, ...] = ()
     """Last lines of its standard error, if it could not write its failure down."""
     calls: LastCalls | None = None
@@ -65,10 +65,11 @@ class Restart:
 
     @property
     def why(self) -> str:
-        """What happened, in words."""
+        """What happened, as a sentence."""
         if self.cause is None:
             return "a verdict stopped the ranks"
-        return f"rank {self.cause.rank}{f' on {self.cause.place}' if self.cause.place else ''} failed"
+        where = f" on {self.cause.node_name}" if self.cause.node_name else ""
+        return f"rank {self.cause.rank}{where} failed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +85,9 @@ Decision = Finish | Restart | GiveUp
 def decide(
     exits: Sequence[RankExit], *, max_restarts: int, restarts: int, stop_requested: bool, by_verdict: bool = False
 ) -> Decision:
-    """Say what follows when the last rank of an attempt has ended; `by_verdict` if an observer stopped the ranks."""
+    """Return what follows when the last rank of an attempt has ended; `by_verdict` if an observer stopped the ranks."""
     if stop_requested:
-        # Ranks were asked to leave: those that saved say so, and how the others took it is not a failure.
+        # Ranks were asked to stop: those that saved report it by their exit code, and the others did not fail.
         return Finish(exit_code=PREEMPTED if any(exit_.returncode == PREEMPTED for exit_ in exits) else 0)
     if exits and not by_verdict and all(exit_.returncode == PREEMPTED for exit_ in exits):
         return Finish(exit_code=PREEMPTED)  # somebody asked the ranks themselves
@@ -105,7 +106,7 @@ def root_cause(exits: Sequence[RankExit]) -> RankExit | None:
     cause = min(failed, key=lambda exit_: (_kind(exit_), _when(exit_), exit_.rank), default=None)
     if cause is None or _kind(cause) != _PEER_LOST:
         return cause
-    # All that failed say that a peer went away: the first that left before them, with exit code 0, is the one.
+    # All that failed report that a peer went away: the first that left before them, with exit code 0, is the one.
     left = [exit_ for exit_ in exits if exit_.returncode == 0 and not exit_.stopped and exit_.at <= cause.at]
     return min(left, key=lambda exit_: (exit_.at, exit_.rank), default=cause)
 
@@ -116,8 +117,8 @@ def _is_hopeless(cause: RankExit) -> bool:
 
 
 _KILLED, _RAISED, _LEFT, _PEER_LOST = range(4)
-"""Kinds of ends, those that explain the others first: by a signal or for want of memory; by an exception of its own;
-without a word; by an error that only says that a peer went away."""
+"""Kinds of ends, those that explain the others first: by a signal or for lack of memory; by an exception of its own;
+without a record; by an error that only reports that a peer went away."""
 
 
 def _kind(exit_: RankExit) -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "--slurm time=2:00:00,partition=gpu,gpus-per-node=8"
 _FLAGS = frozenset({"contiguous", "exclusive", "hold", "no-requeue", "overcommit", "oversubscribe", "spread-job"})
-"""Options of sbatch that may stand without a value."""
+"""Options of sbatch that need no value."""
 _NOT_THESE = {
     "nodes": "use --nnodes",
     "ntasks": "use --nnodes for machines and --nproc for ranks on each",
@@ -36,8 +36,8 @@ _NOT_THESE = {
 """Options of sbatch that would contradict the script, and what to do instead."""
 _SPARE_S = 30
 """Between the end of the ranks and the end of the time: for the launchers to end and for the requeue."""
-_UNHEARD = 128 + signal.SIGUSR1
-"""How a launcher ends that was asked to stop before it could listen."""
+_BEFORE_START = 128 + signal.SIGUSR1
+"""How a launcher ends that was asked to stop before it could catch the signal."""
 _SCRIPT = """\
 #!/bin/bash
 {directives}
@@ -46,10 +46,10 @@ _SCRIPT = """\
 SHARDWISE_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')
 export SHARDWISE_SECRET
 
-# SLURM sends USR1 before the time is over, to this shell alone, which hears it only while it waits.
+# SLURM sends USR1 before the time is over, to this shell alone, which handles it only while it waits.
 trap 'asked=yes; kill -USR1 "$step"' USR1
 
-# One launcher per node. It finds its place and the others by SLURM's variables.
+# One launcher per node. It finds its node rank and the others by SLURM's variables.
 {srun} \\
     {command} &
 step=$!
@@ -59,8 +59,8 @@ code=$?
 {requeue}exit "$code"
 """
 _REQUEUE = f"""
-# {PREEMPTED}: the ranks have saved; {_UNHEARD}: they were not there yet. The job goes on when it is its turn again.
-if [ -n "$asked" ] && [ "$code" = {PREEMPTED} -o "$code" = {_UNHEARD} ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+# {PREEMPTED}: the ranks have saved; {_BEFORE_START}: they had not started yet. The job continues when it runs again.
+if [ -n "$asked" ] && [ "$code" = {PREEMPTED} -o "$code" = {_BEFORE_START} ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 """
 
 
@@ -72,11 +72,11 @@ class BatchSpec:
     nodes: tuple[int, int]
     """Machines, at least and at most."""
     command: tuple[str, ...]
-    """What runs on each node: a launcher, which finds its place in SLURM's variables."""
+    """What runs on each node: a launcher, which finds its node rank in SLURM's variables."""
     nproc: int | None
     """Ranks of each node; None where only the node can count them."""
     run: str
-    """Folder of the run, absolute: there the output goes, and there a requeued job goes on."""
+    """Folder of the run, absolute: there the output goes, and there a requeued job continues."""
     directives: Mapping[str, str]
     """The user's, by sbatch's long names; empty values are flags."""
     grace_s: float
@@ -84,7 +84,7 @@ class BatchSpec:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the run goes on without some of its nodes."""
+        """Whether the run continues without some of its nodes."""
         return self.nodes[0] < self.nodes[1]
 
 
@@ -123,7 +123,7 @@ def read_directives(text: str) -> dict[str, str]:
 
 
 def gpus_per_node(directives: Mapping[str, str]) -> int | None:
-    """Return the GPUs of each node that are asked for, as in gpus-per-node=h100:4 or gres=gpu:4; None for no word."""
+    """Return the GPUs of each node that are asked for, as in gpus-per-node=h100:4 or gres=gpu:4; None for none."""
     asked = directives.get("gpus-per-node")
     if asked is None:
         generic = [part for part in directives.get("gres", "").split(",") if part.partition(":")[0] == "gpu"]
@@ -158,14 +158,14 @@ def batch_script(spec: BatchSpec) -> str:
     directives = [f"#SBATCH --{key}{'=' if value else ''}{value}" for key, value in _directives(spec).items()]
     return _SCRIPT.format(
         directives="\n".join(directives),
-        srun=" ".join(srun_words('"$SLURM_JOB_NUM_NODES"', elastic=spec.is_elastic)),
+        srun=" ".join(srun_argv('"$SLURM_JOB_NUM_NODES"', elastic=spec.is_elastic)),
         command=shlex.join(spec.command),
         requeue="" if "no-requeue" in spec.directives else _REQUEUE,
     )
 
 
-def srun_words(num_nodes: int | str, *, elastic: bool = False, inside: bool = False) -> list[str]:
-    """Return the words before a launcher that start it once on each node of an allocation.
+def srun_argv(num_nodes: int | str, *, elastic: bool = False, inside: bool = False) -> list[str]:
+    """Return the argv before a launcher that starts it once on each node of an allocation.
 
     `elastic` runs outlive a node. `inside` another step, as by srun --pty, the cores of that step are shared.
     """
@@ -190,7 +190,7 @@ def _directives(spec: BatchSpec) -> dict[str, str]:
         "nodes": str(most) if least == most else f"{least}-{most}",
         "ntasks-per-node": "1",
         "output": f"{spec.run}/slurm-%j.out",
-        "open-mode": "append",  # a requeued job goes on in the same file
+        "open-mode": "append",  # a requeued job continues in the same file
         "signal": f"B:USR1@{math.ceil(spec.grace_s) + _SPARE_S}",
         "requeue": "",
     }
@@ -204,19 +204,19 @@ def _directives(spec: BatchSpec) -> dict[str, str]:
     return ours | dict(spec.directives)
 
 
-# Inside SLURM: what a step or an allocation says of the nodes of a run, checked against what was asked for; pure.
+# Inside SLURM: the nodes of a step or an allocation, checked against what was asked for; pure.
 
 
 _WHERE = frozenset({"rdzv_endpoint", "master_addr"})
 
 
 def is_step(variables: Mapping[str, str]) -> bool:
-    """Return whether this process is a task that srun started, as SLURM's `variables` tell."""
+    """Return whether this process is a task that srun started, by SLURM's `variables`."""
     return identify(variables).source == "slurm"
 
 
 def num_tasks(variables: Mapping[str, str]) -> int:
-    """Return how many tasks the step around this process has; 1 where there is none, as in a shell by srun --pty."""
+    """Return how many tasks the step around this process has; 1 outside of a step, as in a shell by srun --pty."""
     return identify(variables).world_size
 
 
@@ -280,10 +280,10 @@ def nodes_of_allocation(variables: Mapping[str, str], nodes: tuple[int, int] | N
     return min(have, most)
 
 
-# Handing a batch script to SLURM, with its refusals put into one sentence.
+# Handing a batch script to SLURM, with one sentence for each refusal.
 
 
-_PATIENCE_S = 60.0
+_ANSWER_S = 60.0
 _LOOK_S = 3.0
 _HOPELESS = frozenset({"BadConstraints", "PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit"})
 """Reasons to wait that no end of other jobs will change."""
@@ -321,7 +321,7 @@ def submit(script: Path) -> str:
 
 
 def _why_it_waits(job: str) -> str:
-    """Return the reason why a job waits in SLURM's word, once its scheduler has looked at it; empty when unknown."""
+    """Return the reason why a job waits in SLURM's terms, once its scheduler has looked at it; empty when unknown."""
     deadline = time.monotonic() + _LOOK_S
     while time.monotonic() < deadline:
         try:
@@ -335,12 +335,12 @@ def _why_it_waits(job: str) -> str:
     return ""
 
 
-def _slurm(*words: str) -> subprocess.CompletedProcess[str]:
+def _slurm(*argv: str) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(list(words), capture_output=True, text=True, check=False, timeout=_PATIENCE_S)
+        return subprocess.run(list(argv), capture_output=True, text=True, check=False, timeout=_ANSWER_S)
     except subprocess.TimeoutExpired:
         raise LaunchError(
-            f"{words[0]} has not answered for {_PATIENCE_S:g} s",
+            f"{argv[0]} has not answered for {_ANSWER_S:g} s",
             code="launch.slurm-timeout",
             fix="see whether SLURM is up",
         ) from None
@@ -349,4 +349,4 @@ def _slurm(*words: str) -> subprocess.CompletedProcess[str]:
 def _reason(errors: str) -> str:
     """Return the most telling line of what sbatch wrote: the first, without its own name."""
     lines = [line.removeprefix("sbatch: ").removeprefix("error: ").strip() for line in errors.splitlines()]
-    return next((line for line in lines if line), "it does not say why")
+    return next((line for line in lines if line), "it gives no reason")

@@ -79,17 +79,18 @@ class MessageStream(Generic[Message]):
 
     def send(self, message: Any, descriptors: Sequence[int] = ()) -> None:
         """Send one message whole, with open descriptors beside it over a Unix socket; `receive` reports a lost end."""
-        while self._unsent:
-            self._wait(select.POLLOUT, None)
-            self.flush()
-        self._unsent = encode_line(message, strict=self._strict)
+        self._drain()
+        line = encode_line(message, strict=self._strict)
         if descriptors and isinstance(self.end, socket.socket):
             self._wait(select.POLLOUT, None)
             try:
-                self._unsent = self._unsent[socket.send_fds(self.end, [self._unsent], list(descriptors)) :]
+                line = line[socket.send_fds(self.end, [line], list(descriptors)) :]
             except OSError:
-                self._unsent = b""
-        self.flush()
+                return
+        self._unsent = line
+        self._drain()
+
+    def _drain(self) -> None:
         while self._unsent:
             self._wait(select.POLLOUT, None)
             self.flush()

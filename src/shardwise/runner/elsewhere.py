@@ -18,7 +18,7 @@ from shardwise.launcher.options import read_nodes
 from shardwise.launcher.spec import LaunchSpec
 from shardwise.launcher.ssh.checks import HostRendezvous
 from shardwise.launcher.ssh.run import HostSpec, launch_on_hosts, read_hosts
-from shardwise.launcher.ssh.session import ssh_words
+from shardwise.launcher.ssh.session import ssh_argv
 from shardwise.runner.local import node_argv, target_of
 from shardwise.runs.console import complain, say
 
@@ -126,7 +126,7 @@ def _describe(
     lines = [f"# {len(hosts)} hosts; node 0's address and port are found by asking them, unless named"]
     for host, argv in zip(hosts, argv_of(node_0), strict=True):
         command = shlex.join([sys.executable, "-P", "-m", "shardwise", *argv])
-        lines.append(shlex.join([*ssh_words(host), f"cd {shlex.quote(str(Path.cwd()))} && {command}"]))
+        lines.append(shlex.join([*ssh_argv(host), f"cd {shlex.quote(str(Path.cwd()))} && {command}"]))
     return "\n".join(lines)
 
 

@@ -129,7 +129,7 @@ def _run(spec: LaunchSpec, settled: SettledLaunch) -> tuple[Launched, RunDirecto
     def make_run(named: Path | None) -> RunDirectory:
         return create_run(spec.run_dir, local.target.name) if named is None else share_run(spec.run_dir or named)
 
-    facts = node_facts(settled.nodes, shlex.join(local.target.words()))
+    facts = node_facts(settled.nodes, shlex.join(local.target.typed()))
     with join_run(settled.nodes, facts, make_run, complain) as (link, run):
         tee = Tee(run, settled.shown)
         guards = [
@@ -142,5 +142,6 @@ def _run(spec: LaunchSpec, settled: SettledLaunch) -> tuple[Launched, RunDirecto
             for guard in guards:
                 guard.follow(ranks)
 
-        launched = launch_nodes(local, settled.nodes, link, run, observers=[tee, *guards], placed=follow, note=complain)
+        observers = [tee, *guards]
+        launched = launch_nodes(local, settled.nodes, link, run, observers=observers, on_assigned=follow, note=complain)
         return launched, run, guards, tee

@@ -24,7 +24,7 @@ from shardwise.launcher.slurm import (
     read_directives,
     require_slurm,
     settle_nproc,
-    srun_words,
+    srun_argv,
     submit,
 )
 from shardwise.runner.local import command_argv
@@ -60,7 +60,7 @@ def start_by_slurm(spec: LaunchSpec | TrainSpec, name: str, *, grace_s: float, d
     num_nodes = nodes_of_allocation(around, nodes, nproc)
     if num_nodes is not None:
         elastic = nodes is not None and nodes[0] < nodes[1]
-        argv = srun_words(num_nodes, elastic=elastic, inside=is_step(around))
+        argv = srun_argv(num_nodes, elastic=elastic, inside=is_step(around))
         argv += _command(spec, nodes, nproc, spec.run_dir)
         if not dry_run:
             _become(argv)

@@ -249,7 +249,7 @@ def _run_on_nodes(
                 link,
                 run,
                 observers=[*followers, *guards],
-                placed=follow,
+                on_assigned=follow,
                 note=complain,
             )
             return launched, run, is_first

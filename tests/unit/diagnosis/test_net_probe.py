@@ -113,7 +113,7 @@ def test_a_probe_that_ends_takes_its_files_and_ports_along(tmp_path, end):
         order = {"type": "open", "word": WORD, "greeting": GREETING, "doors": [[HERE, 0]]}
         port = ask(hub, "alone", **order)["doors"][0]["port"]
         if end == "stdin":
-            session.hang_up()
+            session.close_stdin()
         else:
             session.process.send_signal(getattr(signal, end))
         session.process.wait(PATIENCE_S)

@@ -3,7 +3,7 @@
 import pytest
 
 from refusals import refuses
-from shardwise.dist.backends import find_identity, place_by_hosts
+from shardwise.dist.backends import find_identity, locate_by_hosts
 from shardwise.environment import Identity
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -62,15 +62,15 @@ def test_half_an_identity_is_refused(launcher, rank, world_size, refusal):
 def test_places_are_counted_from_hosts_where_nobody_told_them():
     hosts = ["a", "b", "a", "b", "b"]
     told = Identity(rank=3, world_size=5, local_rank=3, source="arguments", local_rank_assumed=True)
-    placed = place_by_hosts(told, hosts)
+    placed = locate_by_hosts(told, hosts)
     assert (placed.local_rank, placed.local_world_size, placed.node_rank, placed.num_nodes) == (1, 3, 1, 2)
 
 
 def test_a_local_rank_that_was_given_is_not_counted_again():
     told = Identity(rank=1, world_size=2, local_rank=0, source="arguments")
-    assert place_by_hosts(told, ["a", "a"]).local_rank == 0
+    assert locate_by_hosts(told, ["a", "a"]).local_rank == 0
 
 
 def test_the_launcher_is_believed_over_hosts():
     told = Identity(rank=1, world_size=2, local_rank=0, num_nodes=2, node_rank=1, source="torchrun")
-    assert place_by_hosts(told, ["same", "same"]) == told
+    assert locate_by_hosts(told, ["same", "same"]) == told

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from refusals import refuses
-from shardwise.dist.rendezvous import Rendezvous, parse_meeting
+from shardwise.dist.rendezvous import Rendezvous, parse_rendezvous
 
 
 @pytest.mark.parametrize(
-    ("text", "meeting"),
+    ("text", "rdzv"),
     [
         ("env://", Rendezvous(scheme="env")),
         ("tcp://n0:29500", Rendezvous(scheme="tcp", host="n0", port=29500)),
@@ -18,13 +18,13 @@ from shardwise.dist.rendezvous import Rendezvous, parse_meeting
         ("file:///scratch/a b?c#d%20", Rendezvous(scheme="file", path=Path("/scratch/a b?c#d%20"))),
     ],
 )
-def test_urls_are_read(text, meeting):
-    assert parse_meeting(text) == meeting
+def test_urls_are_read(text, rdzv):
+    assert parse_rendezvous(text) == rdzv
 
 
 @pytest.mark.parametrize("text", ["env://", "tcp://n0:29500", "tcp://[::1]:29500", "file:///scratch/store"])
-def test_a_meeting_is_written_as_it_was_read(text):
-    assert str(parse_meeting(text)) == text
+def test_a_rendezvous_is_written_as_it_was_read(text):
+    assert str(parse_rendezvous(text)) == text
 
 
 @pytest.mark.parametrize(
@@ -47,5 +47,5 @@ def test_a_meeting_is_written_as_it_was_read(text):
 )
 def test_malformed_urls_are_refused_with_what_to_write(text, code, fix):
     with refuses(code, repr(text)) as refused:
-        parse_meeting(text)
+        parse_rendezvous(text)
     assert fix in refused.value.fix

@@ -255,7 +255,7 @@ def test_what_cannot_start_is_refused_in_one_sentence(arguments, refusal, monkey
 @pytest.mark.parametrize(
     "arguments", [{"init_method": "tcp://127.0.0.1:1"}, {"store": HashStore()}], ids=["url", "store"]
 )
-def test_a_meeting_without_a_rank_is_refused(arguments, monkeypatch):
+def test_a_rendezvous_without_a_rank_is_refused(arguments, monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     with refuses("world.rank-unknown"):

@@ -47,7 +47,7 @@ def test_process_with_threads_is_not_forked_and_closures_travel_all_the_same(cap
     assert capsys.readouterr().out.count("hello from a rank") == 2
 
 
-def test_functions_that_use_our_rooms_travel_from_a_process_with_threads():
+def test_functions_that_use_our_packages_travel_from_a_process_with_threads():
     def who():
         with sw.world() as world:
             return world.rank

@@ -32,7 +32,7 @@ def test_a_hostfile_of_deepspeed_is_read(tmp_path):
     )
 
 
-def test_who_types_deepspeeds_option_for_a_hostfile_is_told_ours(capsys):
+def test_who_types_deepspeeds_option_for_a_hostfile_is_refused_with_ours(capsys):
     assert main(["launch", "--hostfile", "hostfile", "train.py"]) == 2
     assert "--hosts" in capsys.readouterr().err
 
@@ -70,7 +70,7 @@ def test_a_list_with_no_host_in_some_place_is_refused(text):
         (["--hosts", "a,b:2"], "1 ranks on a and 2 on b"),
     ],
 )
-def test_train_refuses_hosts_of_different_size_before_it_asks_them(capsys, words, sentence):
+def test_train_refuses_hosts_of_different_size_before_it_connects(capsys, words, sentence):
     assert main(["train", *words, "job.py"]) == 2
     said = capsys.readouterr().err
     assert sentence in said

@@ -9,19 +9,19 @@ import pytest
 from refusals import refuses
 from shardwise.launcher.nodes.authentication import PROTOCOL, Challenge, node_stream
 from shardwise.launcher.nodes.hub import start_hub
-from shardwise.launcher.nodes.link import _be_welcomed, join_hub
+from shardwise.launcher.nodes.link import _authenticate, join_hub
 from shardwise.launcher.nodes.membership import NodeLimits
 from shardwise.launcher.nodes.messages import (
     Admit,
     FromHub,
     Hello,
+    JoinRound,
     Leaving,
-    Meet,
-    Met,
     NodeEnded,
     NodeReady,
     Opened,
     Over,
+    RoundJoined,
 )
 from shardwise.launcher.nodes.network import listen
 from shardwise.launcher.policy import RankExit
@@ -41,9 +41,9 @@ def port():
     hub.end()
 
 
-def join(port, host="a", *, secret="secret", patience_s=60.0, **facts):
+def join(port, host="a", *, secret="secret", timeout_s=60.0, **facts):
     hello = Hello(host, None, {**FACTS, **facts}, is_host=host == "a")
-    return join_hub("127.0.0.1", port, secret, hello, patience_s=patience_s, note=lambda _: None)
+    return join_hub("127.0.0.1", port, secret, hello, timeout_s=timeout_s, note=lambda _: None)
 
 
 def heard(link, kind, seconds=60):
@@ -56,14 +56,14 @@ def heard(link, kind, seconds=60):
     raise AssertionError(f"no {kind.__name__}; link: {link.lost or 'fine'}")
 
 
-def test_two_nodes_are_told_to_meet_and_hear_how_it_ended(port):
+def test_two_nodes_join_a_round_and_learn_how_it_ended(port):
     a, b = join(port), join(port, "b")
     assert (a.node, b.node, b.run) == (0, 1, "/run/of/a")
     a.send(Opened(0, 4000))
     b.send(NodeReady())
-    assert heard(a, Meet) == heard(b, Meet)
+    assert heard(a, JoinRound) == heard(b, JoinRound)
     for link in (a, b):
-        link.send(Met(0, (0, 1)))
+        link.send(RoundJoined(0, (0, 1)))
         link.send(NodeEnded(0, (RankExit(rank=link.node, returncode=0, at=0.0),)))
     assert heard(a, Over) == heard(b, Over) == Over()
     a.close()
@@ -104,9 +104,9 @@ def test_node_that_hangs_up_is_missed_at_once(port):
     a, b = join(port), join(port, "b")
     b.send(NodeReady())
     a.send(Opened(0, 4000))
-    heard(b, Meet)
+    heard(b, JoinRound)
     for link in (a, b):
-        link.send(Met(0, (0, 1)))
+        link.send(RoundJoined(0, (0, 1)))
     time.sleep(1)  # for the hub to hear of both, which shows nowhere
     b.close()
     a.send(NodeEnded(0, (RankExit(rank=0, returncode=-15, stopped=True, at=0.0),)))
@@ -114,7 +114,7 @@ def test_node_that_hangs_up_is_missed_at_once(port):
     a.close()
 
 
-def test_strangers_that_mumble_or_say_nothing_are_hung_up_on(port):
+def test_connections_that_send_nonsense_or_nothing_are_closed(port):
     with (
         socket.create_connection(("127.0.0.1", port)) as mumbling,
         socket.create_connection(("127.0.0.1", port)) as mute,
@@ -136,7 +136,7 @@ def test_a_flood_of_half_open_connections_keeps_no_node_out_and_loses_none(port)
         b = join(port, "b")
         a.send(Opened(0, 4000))
         b.send(NodeReady())
-        assert heard(a, Meet) == heard(b, Meet)
+        assert heard(a, JoinRound) == heard(b, JoinRound)
         flood[0].settimeout(60)
         while flood[0].recv(4096):  # the oldest is closed in favour of those that came later
             pass
@@ -145,13 +145,13 @@ def test_a_flood_of_half_open_connections_keeps_no_node_out_and_loses_none(port)
     b.close()
 
 
-def test_node_0_hears_the_addresses_of_all_nodes_before_they_are_sent_to_its_store(port):
+def test_node_0_receives_the_addresses_of_all_nodes_before_they_are_sent_to_its_store(port):
     a, b = join(port), join(port, "b")
     a.send(Opened(0, 4000))
     b.send(NodeReady())
-    first, *_, last = until(a, Meet)
-    assert (first, type(last)) == (Admit(("127.0.0.1",)), Meet)
-    assert not any(isinstance(message, Admit) for message in until(b, Meet))
+    first, *_, last = until(a, JoinRound)
+    assert (first, type(last)) == (Admit(("127.0.0.1",)), JoinRound)
+    assert not any(isinstance(message, Admit) for message in until(b, JoinRound))
     a.close()
     b.close()
 
@@ -175,7 +175,7 @@ def until(link, kind, seconds=60):
     ],
     ids=["not ASCII", "not UTF-8", "nested"],
 )
-def test_line_of_a_stranger_cannot_end_the_hub(port, line):
+def test_line_of_an_unauthenticated_peer_cannot_end_the_hub(port, line):
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.settimeout(60)
         stranger.sendall(line + b"\n")
@@ -199,7 +199,7 @@ def test_node_that_leaves_by_a_signal_there_is_not_is_hung_up_on(port):
         link.close()
 
 
-def test_endless_line_of_a_stranger_is_not_kept(port):
+def test_endless_line_of_an_unauthenticated_peer_is_not_kept(port):
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.settimeout(60)
         with pytest.raises(ConnectionError):
@@ -213,13 +213,13 @@ def test_hub_that_speaks_another_language_is_refused():
         end, _ = server.accept()
         node_stream(end, FromHub).queue(Challenge("nonce", PROTOCOL + 1, "9.9"))
         with refuses("rendezvous.protocol-mismatch", "'9.9'", "'1'"):
-            _be_welcomed(node_stream(client, FromHub), "here", "secret", Hello("b", None, FACTS))
+            _authenticate(node_stream(client, FromHub), "here", "secret", Hello("b", None, FACTS))
         client.close()
         end.close()
 
 
-def test_nobody_at_the_endpoint_is_said_after_the_time_that_was_given():
+def test_nobody_at_the_endpoint_is_an_error_after_the_time_that_was_given():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         with refuses("rendezvous.unreachable", "127.0.0.1:"):
-            join(unused.getsockname()[1], "b", patience_s=0.2)
+            join(unused.getsockname()[1], "b", timeout_s=0.2)

@@ -97,7 +97,7 @@ def test_a_job_runs_the_same_command_on_every_node(capsys):
     assert documents["Job"]["spec"]["completions"] == 2
 
 
-def test_a_train_job_meets_at_the_pod_that_its_job_set_names(capsys):
+def test_a_train_job_joins_at_the_pod_that_its_job_set_names(capsys):
     documents = emit(capsys, "image=i,kind=trainjob", "--nproc-per-node=3")
     trainer = documents["TrainJob"]["spec"]["trainer"]
     assert "--master-addr=train-node-0-0.train" in trainer["args"]
@@ -157,7 +157,7 @@ def test_a_file_with_the_secret_is_its_owners_alone(tmp_path, is_there):
         ("image=i,name=Big_Job", "small letters"),
         ("image=i,volume=data", "volume=CLAIM:/PATH"),
         ("image=", "image without a value"),
-        ("image=i,image=j", "says image twice"),
+        ("image=i,image=j", "has image twice"),
     ],
 )
 def test_a_spec_that_cannot_be_read_is_refused(capsys, spec, sentence):

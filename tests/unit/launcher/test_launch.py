@@ -26,7 +26,7 @@ def test_first_failing_ranks_own_exception_is_raised_with_its_traceback():
     assert "on rank 1" in caught.value.__notes__[0]
 
 
-def test_exception_that_cannot_travel_still_says_its_words():
+def test_exception_that_cannot_travel_keeps_its_message():
     class Local(Exception):  # noqa: N818 - a class the parent cannot unpickle
         def __init__(self, a, b):
             super().__init__(f"{a} and {b}")

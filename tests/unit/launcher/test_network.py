@@ -18,7 +18,7 @@ def test_loopback_is_an_own_address_on_lo():
 
 def test_name_that_means_nothing_is_refused_within_seconds():
     with refuses("rendezvous.host-not-resolved"):
-        resolve("no-such-host.invalid", 1, patience_s=0.1)
+        resolve("no-such-host.invalid", 1, timeout_s=0.1)
 
 
 def test_address_that_the_user_typed_is_taken_as_it_is():
@@ -26,7 +26,7 @@ def test_address_that_the_user_typed_is_taken_as_it_is():
     assert listening_address("192.0.2.1", 1, "127.0.0.1") == "127.0.0.1"
 
 
-def test_node_zero_elsewhere_than_its_endpoint_is_refused_and_told_what_it_has():
+def test_node_zero_elsewhere_than_its_endpoint_is_refused_with_the_addresses_it_has():
     with refuses("launch.master-address-foreign", "192.0.2.1"):
         listening_address("192.0.2.1", 1, "")
     with refuses("launch.local-address-unknown", "192.0.2.1"):
@@ -42,7 +42,7 @@ def test_host_name_that_leads_to_loopback_means_the_only_address_that_others_rea
         listening_address("node0", 1, "")
 
 
-def test_listener_is_bound_to_one_address_and_a_taken_port_is_said():
+def test_listener_is_bound_to_one_address_and_a_taken_port_is_named():
     with listen("127.0.0.1", 0) as first:
         host, port = first.getsockname()
         assert host == "127.0.0.1"

@@ -9,7 +9,7 @@ def at(host, port=0, **options):
     return NodesSpec(least=2, most=2, host=host, port=port, **options)
 
 
-def test_node_at_the_endpoint_listens_where_the_user_says():
+def test_node_at_the_endpoint_listens_where_the_user_asks():
     with _hub_listener(at("127.0.0.1", local_addr="127.0.0.2")) as listener:
         assert listener.getsockname()[0] == "127.0.0.2"
 

@@ -60,7 +60,7 @@ def endpoint(backend="static", rdzv="", addr=None, port=None):
     return read_endpoint(rdzv_backend=backend, rdzv_endpoint=rdzv, master_addr=addr, master_port=port)
 
 
-def test_nodes_meet_where_either_option_says():
+def test_either_option_gives_the_rendezvous_endpoint():
     assert endpoint(addr="10.0.0.1", port=1234) == ("10.0.0.1", 1234)
     assert endpoint(addr="a") == ("a", 29500)
     assert endpoint("c10d", "a:29400") == ("a", 29400)

@@ -33,9 +33,9 @@ def test_own_exception_comes_before_an_early_exit_and_a_lost_peer():
 
 def test_rank_that_left_with_zero_is_the_cause_of_a_lost_peer():
     lost = exit_(0, failure=failure(0, peer_lost=True), at=2.0)
-    early, late, told = exit_(1, 0, at=1.0), exit_(2, 0, at=3.0), exit_(3, 0, at=1.0, stopped=True)
-    assert root_cause([lost, early, late, told]).rank == 1
-    assert root_cause([lost, late, told]).rank == 0
+    early, late, stopped = exit_(1, 0, at=1.0), exit_(2, 0, at=3.0), exit_(3, 0, at=1.0, stopped=True)
+    assert root_cause([lost, early, late, stopped]).rank == 1
+    assert root_cause([lost, late, stopped]).rank == 0
     own = exit_(4, failure=failure(4), at=2.0)
     assert root_cause([lost, early, own]).rank == 4
 
@@ -50,12 +50,12 @@ def test_of_two_exceptions_the_first_in_time_is_the_cause():
     assert root_cause(exits).rank == 1
 
 
-def test_rank_that_was_told_to_stop_explains_nothing():
+def test_rank_that_was_asked_to_stop_explains_nothing():
     exits = [exit_(0, -15, stopped=True), exit_(1, failure=failure(1))]
     assert root_cause(exits).rank == 1
 
 
-def test_torchs_words_for_a_lost_peer_are_known():
+def test_torchs_messages_of_a_lost_peer_are_known():
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:19634")
     assert describe_failure(lost, 0).peer_lost
     assert not describe_failure(ValueError("Connection closed by peer"), 0).peer_lost

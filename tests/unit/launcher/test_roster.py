@@ -1,4 +1,4 @@
-"""Disasters scripted for the hub's mind: who is told what, without a socket or a clock."""
+"""Disasters scripted for the roster: what each node is sent, without a socket or a clock."""
 
 import signal
 
@@ -11,15 +11,15 @@ from shardwise.launcher.nodes.messages import (
     Again,
     Failing,
     Hello,
+    JoinRound,
     Leaving,
-    Meet,
-    Met,
     NodeEnded,
     NodeReady,
     Note,
     Opened,
     Over,
     Refused,
+    RoundJoined,
     Stop,
     Welcome,
 )
@@ -37,17 +37,17 @@ class Run:
     def __init__(self, least, most, **limits):
         self.now = 0.0
         self.roster = Roster(NodeLimits(least=least, most=most, **limits), facts=FACTS, host="a", run="/run", now=0.0)
-        self.told = {}
+        self.sent = {}
 
     def join(self, host, node_rank=None, **facts):
         hello = Hello(host, node_rank, {**FACTS, **facts}, is_host=host == "a")
         node = self.roster.join(hello)
         if node != 0 and not isinstance(node, Refused):
-            self.roster.hear(node, NodeReady(), self.now)
+            self.roster.receive(node, NodeReady(), self.now)
         return node
 
-    def hear(self, node, message):
-        self.roster.hear(node, message, self.now)
+    def receive(self, node, message):
+        self.roster.receive(node, message, self.now)
 
     def later(self, seconds):
         self.now += seconds
@@ -56,9 +56,9 @@ class Run:
     def took(self, kind):
         """Return node -> message of this kind, of those that were sent since the last look."""
         for node, message in self.roster.take():
-            self.told.setdefault(node, []).append(message)
-        found = {node: [m for m in messages if isinstance(m, kind)] for node, messages in self.told.items()}
-        self.told = {node: [m for m in messages if not isinstance(m, kind)] for node, messages in self.told.items()}
+            self.sent.setdefault(node, []).append(message)
+        found = {node: [m for m in messages if isinstance(m, kind)] for node, messages in self.sent.items()}
+        self.sent = {node: [m for m in messages if not isinstance(m, kind)] for node, messages in self.sent.items()}
         return {node: messages[-1] for node, messages in found.items() if messages}
 
 
@@ -71,25 +71,25 @@ def running(least, most, count, **limits):
     run = Run(least, most, **limits)
     for node in range(count):
         run.join("abcdef"[node])
-    run.hear(0, Opened(0, 4000))
-    assert set(run.took(Meet)) == set(range(count))
+    run.receive(0, Opened(0, 4000))
+    assert set(run.took(JoinRound)) == set(range(count))
     for node in range(count):
-        run.hear(node, Met(0, tuple(range(count))))
+        run.receive(node, RoundJoined(0, tuple(range(count))))
     return run
 
 
 def end(run, node, round_, *exits, lost=""):
-    run.hear(node, NodeEnded(round_, exits, lost))
+    run.receive(node, NodeEnded(round_, exits, lost))
 
 
-def test_nodes_are_welcomed_in_any_order_and_meet_when_the_store_is_open():
+def test_nodes_are_welcomed_in_any_order_and_join_when_the_store_is_open():
     run = Run(2, 2)
     assert run.join("b", 1) == 1
-    assert run.took(Meet) == {}
+    assert run.took(JoinRound) == {}
     assert run.join("a", 0) == 0
-    run.hear(0, Opened(0, 4000))
+    run.receive(0, Opened(0, 4000))
     assert set(run.took(Welcome)) == {0, 1}
-    assert run.took(Meet) == {node: Meet(0, 4000, 2, 2, 5.0, 0) for node in (0, 1)}
+    assert run.took(JoinRound) == {node: JoinRound(0, 4000, 2, 2, 5.0, 0) for node in (0, 1)}
 
 
 @pytest.mark.parametrize(
@@ -128,19 +128,19 @@ def test_run_ends_well_when_all_ranks_do():
 
 def test_failure_stops_the_others_and_names_rank_and_node():
     run = running(2, 2, 2)
-    run.hear(1, Failing(0, certain=True))
+    run.receive(1, Failing(0, certain=True))
     run.later(0)
     assert run.took(Stop)[0].signal == 0
     end(run, 1, 0, exit_of(1, -9))
     end(run, 0, 0, exit_of(0, -15, stopped=True))
     over = run.took(Over)
     assert over[0] == over[1]
-    assert (over[0].failed, over[0].cause.rank, over[0].cause.place) == (True, 1, "node 1 (b)")
+    assert (over[0].failed, over[0].cause.rank, over[0].cause.node_name) == (True, 1, "node 1 (b)")
 
 
 def test_failure_that_another_may_explain_waits_a_little():
     run = running(2, 2, 2)
-    run.hear(0, Failing(0, certain=False))
+    run.receive(0, Failing(0, certain=False))
     run.later(SETTLE_S / 2)
     assert run.took(Stop) == {}
     run.later(SETTLE_S)
@@ -154,9 +154,9 @@ def test_failed_rank_is_started_again_as_often_as_allowed():
         end(run, 1, round_, exit_of(1, 1))
         if round_ == 0:
             assert run.took(Again) == {0: Again(1), 1: Again(1)}
-            run.hear(0, Opened(1, 4001))
-            assert run.took(Meet)[1] == Meet(1, 4001, 2, 2, 5.0, 1)
-            run.hear(0, Met(1, (0, 1)))
+            run.receive(0, Opened(1, 4001))
+            assert run.took(JoinRound)[1] == JoinRound(1, 4001, 2, 2, 5.0, 1)
+            run.receive(0, RoundJoined(1, (0, 1)))
     assert run.took(Over)[0].failed
 
 
@@ -166,8 +166,8 @@ def test_lost_node_shrinks_an_elastic_run_without_using_a_restart():
     assert run.took(Stop)[0].reason == "node 1 (b) is lost"
     end(run, 0, 0, exit_of(0, -15, stopped=True))
     assert run.took(Again) == {0: Again(1)}
-    run.hear(0, Opened(1, 4001))
-    assert run.took(Meet) == {0: Meet(1, 4001, 1, 1, 5.0, 0)}
+    run.receive(0, Opened(1, 4001))
+    assert run.took(JoinRound) == {0: JoinRound(1, 4001, 1, 1, 5.0, 0)}
 
 
 def test_lost_node_ends_a_run_that_cannot_do_without_it():
@@ -192,13 +192,13 @@ def test_node_that_is_lost_before_they_met_is_waited_for_again():
     run = Run(2, 2)
     run.join("a")
     run.join("b", 1)
-    run.hear(0, Opened(0, 4000))
+    run.receive(0, Opened(0, 4000))
     run.roster.lose(1, "its connection closed", run.now)
     end(run, 0, 0)
     assert run.took(Again) == {0: Again(1)}
-    run.hear(0, Opened(1, 4001))
+    run.receive(0, Opened(1, 4001))
     run.join("b", 1)
-    assert run.took(Meet)[1] == Meet(1, 4001, 2, 2, 5.0, 0)
+    assert run.took(JoinRound)[1] == JoinRound(1, 4001, 2, 2, 5.0, 0)
 
 
 def test_nodes_that_join_together_make_one_new_round():
@@ -211,13 +211,13 @@ def test_nodes_that_join_together_make_one_new_round():
     assert run.took(Stop)[0].signal == signal.SIGTERM
     end(run, 0, 0, exit_of(0, 75, stopped=True))
     assert set(run.took(Again)) == {0, 1, 2}
-    run.hear(0, Opened(1, 4001))
-    assert run.took(Meet)[2] == Meet(1, 4001, 3, 3, 5.0, 0)
+    run.receive(0, Opened(1, 4001))
+    assert run.took(JoinRound)[2] == JoinRound(1, 4001, 3, 3, 5.0, 0)
 
 
-def test_node_that_leaves_an_elastic_run_lets_the_others_go_on():
+def test_node_that_leaves_an_elastic_run_lets_the_others_continue():
     run = running(1, 2, 2)
-    run.hear(1, Leaving(signal.SIGTERM))
+    run.receive(1, Leaving(signal.SIGTERM))
     assert {node: stop.signal for node, stop in run.took(Stop).items()} == {0: 15, 1: 15}
     end(run, 0, 0, exit_of(0, 75, stopped=True))
     end(run, 1, 0, exit_of(1, 75, stopped=True))
@@ -227,7 +227,7 @@ def test_node_that_leaves_an_elastic_run_lets_the_others_go_on():
 
 def test_number_of_a_node_that_was_let_go_is_taken_until_it_hangs_up():
     run = running(1, 3, 2)
-    run.hear(1, Leaving(signal.SIGTERM))
+    run.receive(1, Leaving(signal.SIGTERM))
     for node in (0, 1):
         end(run, node, 0, exit_of(node, 75, stopped=True))
     assert set(run.took(Over)) == {1}
@@ -235,8 +235,8 @@ def test_number_of_a_node_that_was_let_go_is_taken_until_it_hangs_up():
     assert run.join("c") == 2
     run.roster.lose(1, "its connection closed", run.now)
     assert run.join("d") == 1
-    run.hear(0, Opened(1, 4001))
-    assert set(run.took(Meet)) == {0, 1, 2}
+    run.receive(0, Opened(1, 4001))
+    assert set(run.took(JoinRound)) == {0, 1, 2}
 
 
 def test_script_that_has_finished_does_not_run_again_because_a_node_joins():
@@ -278,7 +278,7 @@ def test_loss_of_a_node_whose_ranks_are_done_does_not_harm_the_run():
 
 def test_round_is_not_finished_by_some_of_its_nodes():
     run = running(1, 2, 2)
-    run.hear(1, Leaving(signal.SIGTERM))
+    run.receive(1, Leaving(signal.SIGTERM))
     run.roster.lose(1, "its connection closed", run.now)
     end(run, 0, 0, exit_of(0))
     assert run.took(Again) == {0: Again(1)}
@@ -286,7 +286,7 @@ def test_round_is_not_finished_by_some_of_its_nodes():
 
 def test_round_whose_ranks_never_started_everywhere_is_not_finished():
     run = running(1, 3, 3)
-    run.hear(2, Leaving(signal.SIGTERM))
+    run.receive(2, Leaving(signal.SIGTERM))
     end(run, 0, 0, exit_of(0))
     end(run, 1, 0)
     end(run, 2, 0, exit_of(1))
@@ -296,7 +296,7 @@ def test_round_whose_ranks_never_started_everywhere_is_not_finished():
 @pytest.mark.parametrize(("least", "node"), [(2, 1), (1, 0)], ids=["too few left", "node 0"])
 def test_stop_of_a_node_that_is_needed_stops_the_run(least, node):
     run = running(least, 2, 2)
-    run.hear(node, Leaving(signal.SIGINT))
+    run.receive(node, Leaving(signal.SIGINT))
     end(run, 0, 0, exit_of(0, -15, stopped=True))
     end(run, 1, 0, exit_of(1, -15, stopped=True))
     assert {over.interrupted for over in run.took(Over).values()} == {signal.SIGINT}
@@ -306,20 +306,20 @@ def test_nodes_that_do_not_come_in_time_are_missed_by_name():
     run = Run(2, 2, join_s=60)
     run.join("a")
     run.later(61)
-    assert run.took(Over)[0].lost == "of at least 2 nodes only these came in time: node 0 (a)"
+    assert run.took(Over)[0].lost == "of at least 2 nodes only these joined in time: node 0 (a)"
 
 
-def test_words_about_an_earlier_round_are_too_late():
+def test_messages_about_an_earlier_round_are_too_late():
     run = running(1, 2, 2)
     run.roster.lose(1, "gone", run.now)
     end(run, 0, 0, exit_of(0, -15, stopped=True))
     run.took(Stop)
-    run.hear(0, Opened(1, 4001))
-    run.hear(0, Met(1, (0,)))
-    run.hear(0, Failing(0, certain=True))
+    run.receive(0, Opened(1, 4001))
+    run.receive(0, RoundJoined(1, (0,)))
+    run.receive(0, Failing(0, certain=True))
     run.later(1)
     assert run.took(Stop) == {}
-    run.hear(0, Failing(1, certain=True))
+    run.receive(0, Failing(1, certain=True))
     run.later(1)
     assert set(run.took(Stop)) == {0}
 
@@ -327,14 +327,14 @@ def test_words_about_an_earlier_round_are_too_late():
 def test_a_verdict_that_stopped_the_ranks_is_a_failure_that_restarts_or_ends_the_run():
     run = running(2, 2, 2, max_restarts=1)
     for round_ in (0, 1):
-        run.hear(0, NodeEnded(round_, (exit_of(0, -15, stopped=True),), "rank 1 sleeps", by_verdict=True))
+        run.receive(0, NodeEnded(round_, (exit_of(0, -15, stopped=True),), "rank 1 sleeps", by_verdict=True))
         assert set(run.took(Stop)) <= {1}
         end(run, 1, round_, exit_of(1, -9, stopped=True))
         if round_ == 0:
             assert run.took(Again) == {0: Again(1), 1: Again(1)}
-            run.hear(0, Opened(1, 4001))
+            run.receive(0, Opened(1, 4001))
             for node in range(2):
-                run.hear(node, Met(1, (0, 1)))
+                run.receive(node, RoundJoined(1, (0, 1)))
     over = run.took(Over)
     assert set(over) == {0, 1}
     assert all(message.failed and message.lost == "rank 1 sleeps on node 0 (a)" for message in over.values())

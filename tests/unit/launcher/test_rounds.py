@@ -37,7 +37,7 @@ def test_signal_after_the_one_that_stopped_the_ranks_is_the_second():
         note=lambda _: None,
         log=None,
     )
-    node.leaving(signal.SIGTERM)
+    node.report_signal(signal.SIGTERM)
     node._look()
     signals.append(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):

@@ -11,9 +11,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from shardwise.environment import variables
-from shardwise.launcher.local.orders import Assembly, StartMeeting
+from shardwise.launcher.local.orders import RendezvousResult, StartRendezvous
 from shardwise.launcher.nodes.authentication import rendezvous_key
-from shardwise.launcher.nodes.meeting import _meet
+from shardwise.launcher.nodes.rendezvous import _join
 from shardwise.launcher.nodes.signed_rendezvous import SignedBackend
 
 KEY = rendezvous_key("secret", "run.0")
@@ -61,7 +61,7 @@ class Planted:
 @pytest.mark.timeout(120)
 def test_a_pickle_that_somebody_planted_in_the_store_is_never_loaded(store, tmp_path):
     store.set("torch.rendezvous.run.0", base64.b64encode(pickle.dumps(Planted(tmp_path / "ran"))).decode())
-    order = StartMeeting(
+    order = StartRendezvous(
         host="127.0.0.1",
         port=store.port,
         run_id="run.0",
@@ -75,7 +75,7 @@ def test_a_pickle_that_somebody_planted_in_the_store_is_never_loaded(store, tmp_
         key=KEY,
     )
     with pytest.raises(RendezvousStateError):
-        _meet(order)
+        _join(order)
     assert not (tmp_path / "ran").exists()
     store.delete_key("torch.rendezvous.run.0")
-    assert _meet(order) == Assembly((0,), (3,))
+    assert _join(order) == RendezvousResult((0,), (3,))

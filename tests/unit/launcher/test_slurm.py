@@ -186,7 +186,7 @@ def folder(tmp_path, monkeypatch):
     [
         (["--slurm", "train.py"], "'train.py', which is not KEY=VALUE"),
         (["--slurm", "time:5", "train.py"], "not KEY=VALUE"),
-        (["--slurm", "--", "missing.py"], "missing.py is not there"),
+        (["--slurm", "--", "missing.py"], "missing.py does not exist"),
         (["--slurm", "--nnodes", "no", "train.py"], "--nnodes is 'no'"),
         (["--slurm", "time=5", "train.py"], "no sbatch"),
     ],
@@ -224,5 +224,5 @@ def test_a_queued_job_is_kept_when_squeue_does_not_answer(tmp_path, monkeypatch)
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(slurm_submit, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(slurm_submit, "_ANSWER_S", 0.5)
     assert slurm_submit.submit(tmp_path / "script") == "77"

@@ -10,7 +10,7 @@ import pytest
 from shardwise.environment import variables
 from shardwise.launcher.explain import verdict
 from shardwise.launcher.local.attempts import describe_lost
-from shardwise.launcher.local.orders import Assembly, StartMeeting
+from shardwise.launcher.local.orders import RendezvousResult, StartRendezvous
 from shardwise.launcher.local.processes import RankProcess
 from shardwise.launcher.local.starters import ForkStarter, Output, PlainStarter
 from shardwise.launcher.local.supervise import supervise
@@ -20,11 +20,11 @@ from shardwise.launcher.transport import MessageStream
 
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
-def test_a_meeting_gets_the_environment_and_no_command_line_shows_it():
+def test_a_rendezvous_gets_the_environment_and_no_command_line_shows_it():
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    order = StartMeeting(
+    order = StartRendezvous(
         host="127.0.0.1",
         port=store.port,
         run_id="one",
@@ -38,9 +38,9 @@ def test_a_meeting_gets_the_environment_and_no_command_line_shows_it():
     )
     ours, theirs = socket.socketpair()
     with theirs:
-        process = PlainStarter().start_meeting(order, theirs)
+        process = PlainStarter().start_rendezvous(order, theirs)
     try:
-        assert MessageStream(ours, Assembly).receive(60) == [Assembly((0,), (3,))]
+        assert MessageStream(ours, RendezvousResult).receive(60) == [RendezvousResult((0,), (3,))]
         assert b"MY_TOKEN=hidden-word" in Path(f"/proc/{process.pid}/environ").read_bytes()
         assert b"MY_TOKEN" not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
     finally:

@@ -17,20 +17,20 @@ while :; do sleep 0.02; done
 
 
 class Others:
-    """Other nodes that ask for a stop once the rank is ready, and remember what they hear."""
+    """Other nodes that ask for a stop once the rank is ready, and remember what is reported to them."""
 
     def __init__(self, folder, number):
         self.folder, self.number = folder, number
-        self.heard = []
+        self.reported = []
 
-    def asked(self):
+    def requested_stop(self):
         return self.number if (self.folder / "ready").exists() else 0
 
-    def failing(self, exit_):
-        self.heard.append(exit_)
+    def report_failure(self, exit_):
+        self.reported.append(exit_)
 
-    def leaving(self, number):
-        self.heard.append(number)
+    def report_signal(self, number):
+        self.reported.append(number)
 
 
 class User:
@@ -53,7 +53,7 @@ class User:
 def run(folder, monkeypatch, *, user, others=None):
     monkeypatch.chdir(folder)
     rank = start_program(0, ["sh", "-c", SAVING], os.environ, stdout=folder / "out", stderr=folder / "err")
-    return supervise([rank], failure_of=lambda *_: None, observers=[user], elsewhere=others, timeout_s=60)
+    return supervise([rank], failure_of=lambda *_: None, observers=[user], other_nodes=others, timeout_s=60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -63,7 +63,7 @@ def test_own_signal_after_a_request_of_other_nodes_does_not_kill_ranks_that_save
         tmp_path, monkeypatch, user=User(tmp_path / "asked", number=number, saved=tmp_path / "saved"), others=others
     )
     assert [exit_.returncode for exit_ in outcome.exits] == [75]
-    assert others.heard == [number]
+    assert others.reported == [number]
 
 
 def test_request_of_other_nodes_after_an_own_signal_is_no_second_one(tmp_path, monkeypatch):
@@ -75,7 +75,7 @@ def test_request_of_other_nodes_after_an_own_signal_is_no_second_one(tmp_path, m
         others=others,
     )
     assert [exit_.returncode for exit_ in outcome.exits] == [75]
-    assert others.heard == [signal.SIGTERM]
+    assert others.reported == [signal.SIGTERM]
 
 
 def test_second_own_signal_kills(tmp_path, monkeypatch):

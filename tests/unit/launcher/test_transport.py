@@ -13,7 +13,7 @@ from shardwise.launcher.transport import MessageStream, decode_line, encode_line
 
 
 def test_a_message_comes_back_with_bytes_that_are_not_utf8():
-    order = Start(words=["train.py", "odd \udcff", "é\n"], variables={"NAME\udc80": "\udcff"}, grace_s=1.5)
+    order = Start(arguments=["train.py", "odd \udcff", "é\n"], variables={"NAME\udc80": "\udcff"}, grace_s=1.5)
     line = encode_line(order)
     assert line.count(b"\n") == 1
     assert decode_line(line, Order) == order
@@ -54,7 +54,7 @@ def test_messages_arrive_whole_however_they_are_split(ends):
 
 def test_a_message_larger_than_the_buffers_is_sent_whole_with_its_descriptor(ends):
     ours, theirs = ends
-    large = Start(words=["x" * (4 << 20)], variables={}, grace_s=0.0)
+    large = Start(arguments=["x" * (4 << 20)], variables={}, grace_s=0.0)
     reader, writer = os.pipe()
     with ThreadPoolExecutor() as pool:
         received = pool.submit(theirs.receive, 60)

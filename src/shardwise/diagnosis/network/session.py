@@ -67,7 +67,7 @@ class Probes(Sessions):
         replies: dict[str, Order] = {}
         deadline = time.monotonic() + timeout_s
         while set(asked) - set(replies) and time.monotonic() < deadline:
-            for session, stream, line in self.hear(0.1):
+            for session, stream, line in self.receive(0.1):
                 if stream != STDERR and line.startswith(net_probe.MARK):
                     reply = json.loads(line.removeprefix(net_probe.MARK))
                     if reply.pop("number") == self._number:  # else to a question of which nobody waits for the answer

@@ -150,7 +150,7 @@ def _lost(facts: RunFacts) -> Verdict:
 
 
 def _words(cause: RankExit, facts: RunFacts) -> str:
-    host = cause.place or (cause.failure.host if cause.failure is not None else facts.hosts.get(cause.rank, ""))
+    host = cause.node_name or (cause.failure.host if cause.failure is not None else facts.hosts.get(cause.rank, ""))
     name = f"rank {cause.rank}" + (f" on {host}" if host else "")
     if mismatch := _mismatch(facts):
         return f"{mismatch}; so {name} ended first: {describe_exit(cause.returncode)}"

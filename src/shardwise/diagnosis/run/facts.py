@@ -185,7 +185,7 @@ def _take(facts: LauncherFacts, event: Mapping[str, Any], run: RunDirectory) -> 
                 failure=read_failure(run.error(event["rank"])),
                 stopped=event["stopped"],
                 at=event["at"],
-                place=facts.host if facts.nodes > 1 else "",
+                node_name=facts.host if facts.nodes > 1 else "",
             )
             return replace(facts, exits=(*facts.exits, *gather_evidence([exit_], run)))
         case "verdict":

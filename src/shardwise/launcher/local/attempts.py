@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shardwise.environment import base_environment, rank_environment
 from shardwise.errors import LaunchError
 from shardwise.hardware import usable_cores
-from shardwise.launcher.explain import UNCAUGHT, find_mismatch, gather_evidence, last_words, unwritable, verdict
+from shardwise.launcher.explain import UNCAUGHT, find_mismatch, gather_evidence, read_exception, unwritable, verdict
 from shardwise.launcher.local.processes import compile_cache
 from shardwise.launcher.local.starters import ForkStarter, Output, PlainStarter, Starter
 from shardwise.launcher.local.supervise import Observer, Outcome, supervise
@@ -52,7 +52,7 @@ class LocalLaunch:
     preload: tuple[str, ...] = ("torch",)
     """Modules that the fork parent imports; never the user's."""
     record: bool = False
-    """Whether ranks record their collectives in the run directory, for who looks on."""
+    """Whether ranks record their collectives in the run directory, for observers."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """What ranks get beside the user's own variables: those of a preset."""
 
@@ -110,7 +110,7 @@ def node_environment(spec: LocalLaunch) -> dict[str, str]:
 
 
 def write_end(log: LaunchLog, launched: Launched) -> None:
-    """Write down how a launch ended, and why if it failed."""
+    """Record how a launch ended, and why if it failed."""
     decision = launched.decision
     if isinstance(decision, GiveUp):
         log.verdict(verdict(launched.outcome) or "the ranks were stopped before they were done")
@@ -122,7 +122,7 @@ def write_end(log: LaunchLog, launched: Launched) -> None:
 
 @contextlib.contextmanager
 def starter_for(spec: LocalLaunch, environ: Mapping[str, str], note: Callable[[str], None]) -> Iterator[Starter]:
-    """Choose how ranks are started, and say so where it is not by fork."""
+    """Choose how ranks are started, and note where it is not by fork."""
     if not sys.platform.startswith("linux"):
         yield PlainStarter()
         return
@@ -149,14 +149,14 @@ def _attempt(
     observers: Sequence[Observer],
 ) -> Outcome:
     """Start a store and all ranks, and wait until the last has ended."""
-    # A fresh server on a fresh port for every attempt: keys of a dead attempt can mislead nobody.
+    # A fresh server on a fresh port for every attempt: keys of a dead attempt cannot be read by the next.
     with loopback_listener(spec.port if restarts == 0 else 0) as listener:
         port = listener.getsockname()[1]
         store = starter.start_store(listener)
     try:
-        place = NodePlace(world_size=spec.nproc, store_host=LOOPBACK, store_port=port, restarts=restarts)
-        ranks = start_ranks(spec, run, starter, place)
-        write_start(log, spec, place, ranks)
+        assignment = NodeAssignment(world_size=spec.nproc, store_host=LOOPBACK, store_port=port, restarts=restarts)
+        ranks = start_ranks(spec, run, starter, assignment)
+        write_start(log, spec, assignment, ranks)
         outcome = supervise(
             ranks,
             failure_of=partial(find_failure, run),
@@ -172,8 +172,8 @@ def _attempt(
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodePlace:
-    """Where the ranks of this node stand in the world of one attempt, and where they meet."""
+class NodeAssignment:
+    """Which ranks of the world of one attempt this node has, and where its store is."""
 
     world_size: int
     store_host: str
@@ -183,36 +183,38 @@ class NodePlace:
     node: int = 0
     num_nodes: int = 1
     variables: Mapping[str, str] = field(default_factory=dict)
-    """What else ranks are told, such as which interface to use."""
+    """Further variables of the ranks, such as which interface to use."""
 
 
-def start_ranks(spec: LocalLaunch, run: RunDirectory, starter: Starter, place: NodePlace) -> list[RankProcess]:
+def start_ranks(
+    spec: LocalLaunch, run: RunDirectory, starter: Starter, assignment: NodeAssignment
+) -> list[RankProcess]:
     """Start the ranks of this node."""
     shared = {
-        "MASTER_ADDR": place.store_host,
-        "MASTER_PORT": str(place.store_port),
-        "GROUP_RANK": str(place.node),
-        "GROUP_WORLD_SIZE": str(place.num_nodes),
+        "MASTER_ADDR": assignment.store_host,
+        "MASTER_PORT": str(assignment.store_port),
+        "GROUP_RANK": str(assignment.node),
+        "GROUP_WORLD_SIZE": str(assignment.num_nodes),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": str(place.restarts),
+        "TORCHELASTIC_RESTART_COUNT": str(assignment.restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
         "TORCHELASTIC_RUN_ID": spec.run_id,
-        **place.variables,
+        **assignment.variables,
         **spec.variables,
     }
     ranks = []
     for local_rank in range(spec.nproc):
-        rank = place.first_rank + local_rank
+        rank = assignment.first_rank + local_rank
         environ = rank_environment(
             rank=rank,
-            world_size=place.world_size,
+            world_size=assignment.world_size,
             local_rank=local_rank,
             local_world_size=spec.nproc,
             cores=usable_cores(),
             extra=shared,
         )
         environ |= compile_cache(environ)
-        if "NCCL_DEBUG" in environ:  # beside what the rank says, not in it, and never in one file with its peers
+        if "NCCL_DEBUG" in environ:  # beside the output of the rank, not in it, and never in one file with its peers
             environ.setdefault("NCCL_DEBUG_FILE", run.nccl_log(rank))
         run.error(rank).unlink(missing_ok=True)
         out, err = spec.on_terminal[local_rank] if spec.on_terminal else (False, False)
@@ -225,20 +227,20 @@ def start_ranks(spec: LocalLaunch, run: RunDirectory, starter: Starter, place: N
     return ranks
 
 
-def write_start(log: LaunchLog, spec: LocalLaunch, place: NodePlace, ranks: Sequence[RankProcess]) -> None:
-    """Write down which ranks this node has started."""
-    words = spec.target.words()
+def write_start(log: LaunchLog, spec: LocalLaunch, assignment: NodeAssignment, ranks: Sequence[RankProcess]) -> None:
+    """Record which ranks this node has started."""
+    typed = spec.target.typed()
     log.attempt(
-        place.restarts,
+        assignment.restarts,
         {process.rank: process.pid for process in ranks},
-        target=shlex.join(words[: len(words) - len(spec.target.arguments)]),  # arguments may hold secrets
-        world_size=place.world_size,
-        nodes=place.num_nodes,
+        target=shlex.join(typed[: len(typed) - len(spec.target.arguments)]),  # arguments may hold secrets
+        world_size=assignment.world_size,
+        nodes=assignment.num_nodes,
     )
 
 
 def write_exit(log: LaunchLog, exit_: RankExit) -> None:
-    """Write down how a rank ended."""
+    """Record how a rank ended."""
     log.exit(exit_.rank, exit_.returncode, stopped=exit_.stopped, failure=exit_.failure)
 
 
@@ -250,7 +252,7 @@ def find_failure(run: RunDirectory, rank: int, returncode: int) -> Failure | Non
     written = read_failure(run.error(rank))
     if written is not None or returncode not in UNCAUGHT:
         return written
-    return last_words(run.stderr(rank), rank) or unwritable(run, rank, returncode)
+    return read_exception(run.stderr(rank), rank) or unwritable(run, rank, returncode)
 
 
 def describe_lost(starter: Starter, store: RankProcess | None) -> str:

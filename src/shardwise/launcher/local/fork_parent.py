@@ -23,17 +23,17 @@ from typing import TYPE_CHECKING
 
 from shardwise.environment import adopt, identify, num_threads
 from shardwise.launcher.local.orders import (
-    MEETING,
+    RENDEZVOUS,
     STORE,
     Ended,
     Order,
     Ready,
     Report,
     Started,
-    StartMeeting,
     StartRank,
+    StartRendezvous,
 )
-from shardwise.launcher.local.processes import become_reaper, die_with_parent, kill_descendants
+from shardwise.launcher.local.processes import become_reaper, die_with_parent, ignore_stop_signals, kill_descendants
 from shardwise.launcher.local.target import become
 from shardwise.launcher.transport import MessageStream
 from shardwise.recorder import start_record
@@ -61,12 +61,12 @@ class ForkParent:
     def serve(self, refusal: str) -> Callable[[], None]:
         """Fork and reap until the supervisor goes away, then end this process; in a child, return what it is to do.
 
-        `refusal` says why forking is not safe here, and is for the supervisor to act upon; empty when it is.
+        `refusal` is why forking is not safe here, for the supervisor to act upon; empty when it is.
         """
         wake_reader, wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        ignore_stop_requests()
+        ignore_stop_signals()
         self._send(Ready(refusal))
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
@@ -111,7 +111,7 @@ class ForkParent:
         if isinstance(order, StartRank):
             self._send(Started(order.rank, pid, self._listener_folder))
         else:
-            self._send(Started(MEETING if isinstance(order, StartMeeting) else STORE, pid))
+            self._send(Started(RENDEZVOUS if isinstance(order, StartRendezvous) else STORE, pid))
         return None
 
     def _reap(self) -> None:
@@ -132,19 +132,12 @@ class ForkParent:
 
 def _work_of(order: Order, descriptor: int | None, parent: int) -> Callable[[], None]:
     """Set this fresh fork up for its order, and return what it is to do."""
-    if isinstance(order, StartMeeting):
-        from shardwise.launcher.nodes.meeting import meeting_work
+    if isinstance(order, StartRendezvous):
+        from shardwise.launcher.nodes.rendezvous import rendezvous_work
 
-        return meeting_work(order, descriptor, parent)
+        return rendezvous_work(order, descriptor, parent)
 
     return rank_work(order, parent) if isinstance(order, StartRank) else store_work(order, descriptor, parent)
-
-
-def ignore_stop_requests() -> None:
-    """Leave it to the supervisor what a signal means; SLURM sends its own to every process of a step."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
 
 
 def preload(names: Sequence[str]) -> str:
@@ -168,7 +161,7 @@ def preload(names: Sequence[str]) -> str:
 
 def main() -> Callable[[], None]:
     """Import what was asked for, then serve the socket whose descriptor is the first argument."""
-    ignore_stop_requests()
+    ignore_stop_signals()
     channel = socket.socket(fileno=int(sys.argv[1]))
     become_reaper()
     return ForkParent(channel).serve(preload(sys.argv[2:]))
@@ -205,7 +198,7 @@ def _redirect(order: StartRank) -> None:
         if path is not None:
             with Path(path).open("ab") as file:
                 os.dup2(file.fileno(), descriptor)
-        # What a rank says is seen when it says it, as on a terminal, though it may go to a file.
+        # The output of a rank is seen when it is written, as on a terminal, though it may go to a file.
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     null = os.open(os.devnull, os.O_RDONLY)
     if order.stdout is not None:
@@ -247,7 +240,7 @@ def _run(order: StartRank) -> None:
     except BaseException as error:  # noqa: BLE001 - written down for the supervisor, then shown as Python shows it
         own = error.__traceback__
         while own is not None and Path(own.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
-            own = own.tb_next  # our frames say nothing to the user
+            own = own.tb_next  # our frames tell the user nothing
         error = error.with_traceback(own)
         with contextlib.suppress(OSError):  # a full disk: the terminal may still show it
             write_failure(Path(order.failure), describe_failure(error, order.rank))
@@ -260,8 +253,7 @@ def store_work(order: StartStore, descriptor: int | None, parent: int | None = N
     """Return what serves one attempt's store on a socket the supervisor has bound, until the parent is gone."""
     if parent is not None:
         die_with_parent(parent)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # it ends with its attempt, not before
+    ignore_stop_signals()  # it ends with its attempt, not before
 
     def serve() -> None:
         import torch.distributed as dist

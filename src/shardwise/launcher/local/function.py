@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from shardwise.launcher.local.starters import Starter
 
 
-# Running a function on forked ranks: one import of torch serves them all.
-
-
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _DUMP_S = 0.3
 """Time for a stuck rank to write its stacks before it is killed."""
@@ -93,7 +90,7 @@ def leave_result(call: Callable[[], Any], rank: int, folder: Path) -> None:
 
 
 def portable(error: BaseException) -> bytes:
-    """Pickle an exception, or what can be said of one that does not travel."""
+    """Pickle an exception, or a description of one that cannot be unpickled."""
     try:
         data = pickle.dumps(error)
         pickle.loads(data)  # noqa: S301 - our own bytes: some exceptions pickle but do not unpickle
@@ -127,7 +124,7 @@ def take_results(outcome: Outcome, nproc: int, folder: Path, timeout_s: float | 
 
 
 def raise_failure(cause: RankExit, path: Path) -> NoReturn:
-    """Raise the exception that a rank left at `path`, its traceback as a note; or say how else it ended."""
+    """Raise the exception that a rank left at `path`, its traceback as a note; or an error with its exit code."""
     if cause.failure is None or not path.exists():
         raise RankFailedError(
             f"rank {cause.rank} ended with {describe_exit(cause.returncode)}", code="launch.rank-exited"
@@ -156,7 +153,7 @@ def launch_function(fn: Callable[..., Any], *args: Any, nproc: int = 2, **kwargs
 def _may_fork_here() -> bool:
     """Whether children of this process would be sound: one thread, CUDA untouched, no process group of its own.
 
-    MLX computes in a thread that Python does not count, and a fork without it waits for ever.
+    MLX computes in a thread that Python does not count, and a fork without it waits without limit.
     """
     if not sys.platform.startswith("linux") or threading.active_count() > 1 or "mlx.core" in sys.modules:
         return False

@@ -21,7 +21,7 @@ class StartRank(msgspec.Struct, frozen=True, tag="start"):
     """File to append to; None keeps the terminal."""
     stderr: str | None
     failure: str
-    """Where the rank writes down the exception that ends it."""
+    """Where the rank records the exception that ends it."""
     record: str = ""
     """Run directory in which the rank records its collectives; empty for no record."""
     fresh: bool = False
@@ -37,8 +37,8 @@ class StartStore(msgspec.Struct, frozen=True, tag="store"):
     host: str = "127.0.0.1"
 
 
-class StartMeeting(msgspec.Struct, frozen=True, tag="meeting"):
-    """Fork one that meets the other nodes by torch's rendezvous, and says what came of it on the socket beside this."""
+class StartRendezvous(msgspec.Struct, frozen=True, tag="rendezvous"):
+    """Fork a process that joins torch's rendezvous with the other nodes, and reports on the socket beside this."""
 
     host: str
     """Where the store of the round is."""
@@ -57,7 +57,7 @@ class StartMeeting(msgspec.Struct, frozen=True, tag="meeting"):
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
-    """A child runs: a rank, the store (rank -1) or a meeting (rank -2)."""
+    """A child runs: a rank, the store (rank -1) or a rendezvous (rank -2)."""
 
     rank: int
     pid: int
@@ -79,19 +79,19 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     refusal: str = ""
 
 
-Order = StartRank | StartStore | StartMeeting
+Order = StartRank | StartStore | StartRendezvous
 Report = Started | Ended | Ready
 
 STORE = -1
-"""Stands for the store where a rank is expected."""
+"""In place of the rank of the store."""
 KEY_VARIABLE = "SHARDWISE_RENDEZVOUS_KEY"
 """Carries the key of a rendezvous to a process that is not forked."""
-MEETING = -2
-"""Likewise for the one that meets other nodes."""
+RENDEZVOUS = -2
+"""The same for the process of a rendezvous."""
 
 
-class Assembly(msgspec.Struct, frozen=True, tag="assembly"):
-    """The nodes that met, in the order of their ranks; or why they did not."""
+class RendezvousResult(msgspec.Struct, frozen=True, tag="result"):
+    """The nodes that joined, in the order of their ranks; or why they did not."""
 
     nodes: tuple[int, ...] = ()
     nprocs: tuple[int, ...] = ()

@@ -106,6 +106,13 @@ def ignores_hangup() -> bool:
     return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
+def ignore_stop_signals() -> None:
+    """Leave it to the supervisor what a signal means; SLURM sends its own to every process of a step."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+
+
 def die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent dies (Linux; elsewhere the launcher's stop is all)."""
     if not sys.platform.startswith("linux"):
@@ -156,14 +163,14 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-# Where compiled graphs are kept, so that the second run of a job starts warm.
+# Where compiled graphs are kept, so that the second run of a job compiles nothing.
 
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 """torch keeps graphs, kernels and what autograd made of them there, for all ranks of a machine; by default in /tmp,
 which is emptied by restarts, and by some clusters after every job."""
 _ELF = struct.Struct("<4s36xQ10xHH2x")
-"""Magic, and where the table of sections is, which stands last in a file: its place, size of an entry, entries."""
+"""Magic, and where the table of sections is, which is last in a file: its offset, size of an entry, entries."""
 _LINKED_S = 60.0
 """A younger library may be one that is being linked."""
 
@@ -176,7 +183,7 @@ def compile_cache(environ: Mapping[str, str]) -> dict[str, str]:
     end with "file too short".
     """
     folder = cache_directory(environ) / "compiled"
-    there = next(place for place in (folder, *folder.parents) if os.path.exists(place))  # noqa: PTH110 - Path.exists raises where a folder above may not be entered
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # noqa: PTH110 - Path.exists raises where a folder above may not be entered
     if FOLDER in environ or not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         return {}
     for library in folder.glob("*/*.so") if sys.platform == "linux" else ():
@@ -187,7 +194,7 @@ def compile_cache(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_torn(library: Path) -> bool:
-    """Whether a library ends before its last part, and nobody is writing it."""
+    """Whether a library ends before its last section, and nobody is writing it."""
     about = library.stat()
     if time.time() - about.st_mtime < _LINKED_S:
         return False
@@ -195,5 +202,5 @@ def _is_torn(library: Path) -> bool:
         head = file.read(_ELF.size)
     if len(head) < _ELF.size:
         return True
-    magic, place, entry_bytes, entries = _ELF.unpack(head)
-    return bool(magic != b"\x7fELF" or about.st_size < place + entry_bytes * entries)
+    magic, offset, entry_bytes, entries = _ELF.unpack(head)
+    return bool(magic != b"\x7fELF" or about.st_size < offset + entry_bytes * entries)

@@ -17,15 +17,15 @@ import msgspec
 from shardwise.errors import LaunchError
 from shardwise.launcher.local.orders import (
     KEY_VARIABLE,
-    MEETING,
+    RENDEZVOUS,
     STORE,
     Ended,
     Order,
     Ready,
     Report,
     Started,
-    StartMeeting,
     StartRank,
+    StartRendezvous,
     StartStore,
 )
 from shardwise.launcher.local.processes import RankProcess, ignores_hangup, start_program
@@ -56,12 +56,12 @@ class Starter(Protocol):
     def start_store(self, listener: socket.socket) -> RankProcess:
         """Start the server of one attempt's store on a bound socket."""
 
-    def start_meeting(self, order: StartMeeting, answer: socket.socket) -> RankProcess:
-        """Start one that meets the other nodes and says on `answer` who came."""
+    def start_rendezvous(self, order: StartRendezvous, answer: socket.socket) -> RankProcess:
+        """Start a process that joins the other nodes and reports on `answer` who joined."""
 
     @property
     def lost(self) -> str:
-        """What ended, and took the ranks along; empty while all is well."""
+        """What ended, and the ranks with it; empty while all is well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Output:
 
 
 def _of_a_fresh_process(environ: Mapping[str, str], output: Output, failure: Path) -> dict[str, str]:
-    """Return the environment of a rank that is a fresh interpreter or program, and must be told by it."""
+    """Return the environment of a rank that is a fresh interpreter or program, and so gets no order."""
     record = {} if output.record is None else record_variables(environ, output.record)
     return {**environ, **record, "TORCHELASTIC_ERROR_FILE": str(failure.with_suffix(".record.json"))}
 
@@ -99,15 +99,15 @@ class PlainStarter:
         popen = subprocess.Popen(argv, pass_fds=[descriptor], process_group=0)
         return RankProcess(STORE, popen.pid, popen)
 
-    def start_meeting(self, order: StartMeeting, answer: socket.socket) -> RankProcess:
-        """Start a process that meets the other nodes; it imports torch first."""
+    def start_rendezvous(self, order: StartRendezvous, answer: socket.socket) -> RankProcess:
+        """Start a process that joins the other nodes; it imports torch first."""
         # Environment and key are passed as an environment: command lines can be read by every user of the machine.
         bare = msgspec.structs.replace(order, environ={}, key="")
-        words = [msgspec.json.encode(bare).decode(), str(answer.fileno()), str(os.getpid())]
-        argv = [sys.executable, "-m", "shardwise.launcher.nodes.meeting", *words]
+        arguments = [msgspec.json.encode(bare).decode(), str(answer.fileno()), str(os.getpid())]
+        argv = [sys.executable, "-m", "shardwise.launcher.nodes.rendezvous", *arguments]
         environ = {**order.environ, KEY_VARIABLE: order.key}
         popen = subprocess.Popen(argv, env=environ, pass_fds=[answer.fileno()], process_group=0)
-        return RankProcess(MEETING, popen.pid, popen)
+        return RankProcess(RENDEZVOUS, popen.pid, popen)
 
 
 class ForkStarter:
@@ -127,7 +127,7 @@ class ForkStarter:
 
     @classmethod
     def start(cls, environ: Mapping[str, str], preload: Sequence[str], *, fresh: bool = False) -> Self:
-        """Start a fork parent; it imports while this process goes on."""
+        """Start a fork parent; it imports while this process continues."""
         ours, theirs = socket.socketpair()
         with theirs:
             descriptor = theirs.fileno()
@@ -164,9 +164,9 @@ class ForkStarter:
         host, port = listener.getsockname()[:2]
         return self._order(STORE, StartStore(port, host), [listener.fileno()])
 
-    def start_meeting(self, order: StartMeeting, answer: socket.socket) -> RankProcess:
-        """Order one that meets the other nodes."""
-        return self._order(MEETING, order, [answer.fileno()])
+    def start_rendezvous(self, order: StartRendezvous, answer: socket.socket) -> RankProcess:
+        """Order a process that joins the other nodes."""
+        return self._order(RENDEZVOUS, order, [answer.fileno()])
 
     def returncode(self, pid: int) -> int | None:
         """Return how a child of the fork parent ended, None while it runs."""
@@ -218,7 +218,7 @@ class ForkStarter:
             )
         if self._gone:
             raise LaunchError(
-                self.lost, code="launch.fork-parent-lost", fix="see its words above, or try --start-method spawn"
+                self.lost, code="launch.fork-parent-lost", fix="see its output above, or try --start-method spawn"
             )
 
     def _look(self) -> None:

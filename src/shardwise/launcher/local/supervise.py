@@ -34,26 +34,26 @@ _FORWARDED: Mapping[int, signal.Signals] = {signal.SIGUSR1: signal.SIGUSR1}
 
 
 class Observer(Protocol):
-    """Something that looks on while ranks run: a progress view, a guard against hangs."""
+    """Something that observes running ranks: a progress view, a guard against hangs."""
 
     def tick(self) -> str | None:
-        """Look now; called about ten times a second and once after the last rank ended.
+        """Observe now; called about ten times a second and once after the last rank ended.
 
-        Words stop the ranks; said once, since the ranks may be started again.
+        A text that is returned stops the ranks; it is returned once, since the ranks may be started again.
         """
 
 
-class Elsewhere(Protocol):
-    """The nodes of the run that are not this one: they hear of what happens here, and may ask for a stop."""
+class OtherNodes(Protocol):
+    """The other nodes of the run: they get reports of what happens here, and may request a stop."""
 
-    def asked(self) -> int:
-        """Return the signal with which they want the ranks of this node to stop in peace; 0 for none."""
+    def requested_stop(self) -> int:
+        """Return the signal by which they request a graceful stop of the ranks of this node; 0 for none."""
 
-    def failing(self, exit_: RankExit) -> None:
-        """Hear that a rank ended badly."""
+    def report_failure(self, exit_: RankExit) -> None:
+        """Report that a rank failed."""
 
-    def leaving(self, number: int) -> None:
-        """Hear that this launcher was told by a signal to stop."""
+    def report_signal(self, number: int) -> None:
+        """Report that this launcher got a signal to stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +66,11 @@ class Outcome:
     timed_out: tuple[int, ...] = ()
     """Ranks that were still running at the time limit."""
     lost: str = ""
-    """What the ranks could not go on without, and how it ended; empty when nothing else failed."""
+    """What the ranks could not continue without, and how it ended; empty when nothing else failed."""
     by_verdict: bool = False
     """`lost` is the verdict of an observer that stopped the ranks: another attempt may do better."""
     out_of_memory: bool = False
-    """The kernel killed a process of this cgroup for want of memory meanwhile."""
+    """The kernel killed a process of this cgroup for lack of memory meanwhile."""
     mismatch: str = ""
     """Which collectives of the ranks did not match, if that ended them; else empty."""
 
@@ -89,14 +89,14 @@ class _RankWatch:
     stop_at: float = math.inf
     """When all others are stopped because one failed."""
     killed: bool = False
-    heard: int = 0
-    """How many of the exits the other nodes have heard of."""
-    told: bool = False
+    num_reported: int = 0
+    """How many of the exits the other nodes know."""
+    reported_signal: bool = False
     """Whether the other nodes know that this launcher got a signal."""
 
     @property
     def request(self) -> int:
-        """Signal with which anybody wants the ranks to stop in peace; 0 for none."""
+        """Signal by which anybody requested a graceful stop; 0 for none."""
         return self.signals[0] if self.signals else self.asked
 
 
@@ -107,16 +107,16 @@ def supervise(
     ended: Callable[[RankExit], None] = lambda _: None,
     observers: Sequence[Observer] = (),
     lost: Callable[[], str] = lambda: "",
-    elsewhere: Elsewhere | None = None,
+    other_nodes: OtherNodes | None = None,
     grace_s: float = GRACE_S,
     timeout_s: float | None = None,
     before_kill: Callable[[RankProcess], None] | None = None,
 ) -> Outcome:
     """Wait for all ranks; after a failure, a signal or the time limit, stop all and reap them.
 
-    `failure_of` returns what a rank with this exit code wrote down. `ended` hears of each exit as it is seen. `lost`
-    says what else has ended that ranks cannot go on without; empty while all is there. `elsewhere` are the other
-    nodes, None when there are none.
+    `failure_of` returns what a rank with this exit code recorded. `ended` is called with each exit as it is seen.
+    `lost` returns what else has ended that ranks cannot continue without; empty while all is there. `other_nodes` is
+    None when there are none.
     """
     watch = _RankWatch({process.rank: process for process in processes})
     kills_before = oom_kills()
@@ -128,17 +128,17 @@ def supervise(
             wait(TICK_S)
             now = time.monotonic()
             codes = {rank: process.poll() for rank, process in watch.running.items()}
-            missing = missing or lost()  # after the polls: what is lost may have taken ranks along
+            missing = missing or lost()  # after the polls: what is lost may have ended ranks with it
             if missing and watch.stopping_since is None:
                 watch.stop_at = now  # ranks would wait for each other until a time limit
                 _stop_if_needed(watch, now, grace_s)  # before their exits are noted, which explain nothing now
             for exit_ in _reap(watch, codes, now, failure_of):
                 ended(exit_)
-            if elsewhere is not None:
-                _talk(watch, elsewhere)
+            if other_nodes is not None:
+                _synchronize(watch, other_nodes)
             for observer in observers:
-                if words := observer.tick():
-                    missing, by_verdict = words, True
+                if verdict := observer.tick():
+                    missing, by_verdict = verdict, True
             if deadline is not None and now > deadline and watch.running and not timed_out:
                 timed_out = tuple(sorted(watch.running))
                 for process in watch.running.values():
@@ -180,16 +180,16 @@ def _reap(
     return watch.exits[known:]
 
 
-def _talk(watch: _RankWatch, elsewhere: Elsewhere) -> None:
-    """Tell the other nodes what is new, and do as they ask."""
-    news = [exit_ for exit_ in watch.exits[watch.heard :] if exit_.failed]
-    watch.heard = len(watch.exits)
-    for exit_ in news:
-        elsewhere.failing(exit_)
-    watch.asked = watch.asked or elsewhere.asked()
-    if watch.signals and not watch.told:
-        watch.told = True
-        elsewhere.leaving(watch.signals[0])
+def _synchronize(watch: _RankWatch, other_nodes: OtherNodes) -> None:
+    """Report what is new to the other nodes, and take their request to stop."""
+    for exit_ in watch.exits[watch.num_reported :]:
+        if exit_.failed:
+            other_nodes.report_failure(exit_)
+    watch.num_reported = len(watch.exits)
+    watch.asked = watch.asked or other_nodes.requested_stop()
+    if watch.signals and not watch.reported_signal:
+        watch.reported_signal = True
+        other_nodes.report_signal(watch.signals[0])
 
 
 def _stop_if_needed(watch: _RankWatch, now: float, grace_s: float) -> None:
@@ -250,7 +250,7 @@ def caught_signals(seen: list[int]) -> Iterator[None]:
         numbers.append(signal.SIGHUP)
     try:
         before = {number: signal.signal(number, remember) for number in numbers}
-    except ValueError:  # not the main thread: signals go to somebody else
+    except ValueError:  # not the main thread: signals go to another thread
         before = {}
     try:
         yield

@@ -28,13 +28,13 @@ class Script(msgspec.Struct, frozen=True, tag="script"):
         """Short name for run directories."""
         return Path(self.path).stem or "script"
 
-    def words(self) -> list[str]:
+    def typed(self) -> list[str]:
         """Return what the user typed, the same on every machine."""
         return [self.path, *self.arguments]
 
     def argv(self) -> list[str]:
         """Return the command line of a fresh interpreter."""
-        return [sys.executable, "-u", *self.words()]
+        return [sys.executable, "-u", *self.typed()]
 
 
 class Module(msgspec.Struct, frozen=True, tag="module"):
@@ -48,13 +48,13 @@ class Module(msgspec.Struct, frozen=True, tag="module"):
         """Short name for run directories."""
         return self.module.rpartition(".")[2]
 
-    def words(self) -> list[str]:
+    def typed(self) -> list[str]:
         """Return what the user typed, the same on every machine."""
         return ["-m", self.module, *self.arguments]
 
     def argv(self) -> list[str]:
         """Return the command line of a fresh interpreter."""
-        return [sys.executable, "-u", *self.words()]
+        return [sys.executable, "-u", *self.typed()]
 
 
 class Program(msgspec.Struct, frozen=True, tag="program"):
@@ -68,13 +68,13 @@ class Program(msgspec.Struct, frozen=True, tag="program"):
         """Short name for run directories."""
         return Path(self.program).name
 
-    def words(self) -> list[str]:
+    def typed(self) -> list[str]:
         """Return what the user typed, the same on every machine."""
         return [self.program, *self.arguments]
 
     def argv(self) -> list[str]:
         """Return the command line."""
-        return self.words()
+        return self.typed()
 
 
 Target = Script | Module | Program
@@ -86,7 +86,7 @@ def check_target(target: Target) -> None:
         path = Path(target.path)
         if not path.exists():
             raise LaunchError(
-                f"script {target.path} is not there",
+                f"script {target.path} does not exist",
                 code="launch.script-not-found",
                 fix="name a Python file, or use -m for a module",
             )
@@ -116,7 +116,7 @@ def _check_module(name: str) -> None:
         found = None
     if found is None:
         raise LaunchError(
-            f"there is no module {top!r}",
+            f"module {top!r} does not exist",
             code="launch.module-not-found",
             fix="name a module that python -m finds, or a script without -m",
         )

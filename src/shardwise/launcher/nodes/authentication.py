@@ -18,16 +18,16 @@ from shardwise.launcher.transport import MessageStream
 
 PROTOCOL = 2
 """Version of the messages between nodes; a node with another version is refused."""
-STRANGER_BYTES = 1 << 12
+UNAUTHENTICATED_BYTES = 1 << 12
 """What a peer that has not shown the secret may send without a line's end."""
-TRUSTED_BYTES = 1 << 24
+AUTHENTICATED_BYTES = 1 << 24
 """The same for one that has."""
 
 
 def node_stream(end: socket.socket, kind: Any) -> MessageStream[Any]:
-    """Return the stream of a connection to another machine, which is not trusted yet."""
+    """Return the stream of a connection to another machine, which is not authenticated yet."""
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return MessageStream(end, kind, strict=True, limit_bytes=STRANGER_BYTES)
+    return MessageStream(end, kind, strict=True, limit_bytes=UNAUTHENTICATED_BYTES)
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):

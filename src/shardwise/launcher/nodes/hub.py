@@ -1,19 +1,23 @@
-"""The hub: one small process on node 0 that every node holds a connection to; it hears, decides and tells."""
+"""The hub: one small process on node 0 to which every node keeps a connection.
+
+Nodes report what happens to their ranks; the roster (`roster.py`, pure) decides; the hub sends its decisions. It is a
+process of its own so that heartbeats continue while a launcher is busy; a node that is silent for LOST_S is lost.
+A connection that has not proved the secret costs at most UNAUTHENTICATED_BYTES and _GREETING_S, and is never a node.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import selectors
-import signal
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from shardwise.launcher.local.processes import start_fork
+from shardwise.launcher.local.processes import ignore_stop_signals, start_fork
 from shardwise.launcher.nodes.authentication import (
-    TRUSTED_BYTES,
+    AUTHENTICATED_BYTES,
     Challenge,
     Proof,
     is_proof,
@@ -48,13 +52,13 @@ BEAT_S = 1.0
 LOST_S = 5.0
 """A node that is silent for so long is lost: five beats, so that one lost packet and its repeat do not count."""
 _GREETING_S = 5.0
-"""For a connection to show the secret and say who it is."""
-_MOST_STRANGERS = 256
-"""Connections that have not shown the secret, at a time."""
-_FAREWELL_S = 3.0
-"""For nodes to hear that the run is over."""
+"""For a connection to prove the secret and introduce itself."""
+_MAX_UNAUTHENTICATED = 256
+"""Connections that have not proved the secret, at a time."""
+_CLOSE_S = 3.0
+"""For nodes to learn that the run is over."""
 HUB = -3
-"""Stands for the hub where a rank is expected."""
+"""In place of the rank of the hub."""
 
 
 @dataclass
@@ -65,8 +69,8 @@ class _Peer:
     nonce: str
     address: str
     since: float
-    trusted: bool = False
-    """Whether it has shown that it knows the secret."""
+    authenticated: bool = False
+    """Whether it has proved that it knows the secret."""
     node: int | None = None
 
 
@@ -82,8 +86,7 @@ def start_hub(
     """Fork a hub that serves `listener`; it ends when the run is over or this process is gone."""
 
     def serve() -> int:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_IGN)  # it ends with the run, not before
+        ignore_stop_signals()  # it ends with the run, not before
         roster = Roster(limits, facts=facts, host=host, run=run, now=time.monotonic())
         Hub(listener, secret, roster, version=facts.get("shardwise", "")).serve()
         return 0
@@ -92,7 +95,7 @@ def start_hub(
 
 
 class Hub:
-    """Moves messages between sockets and the roster, and listens for silence."""
+    """Moves messages between sockets and the roster, and detects silent nodes."""
 
     def __init__(self, listener: socket.socket, secret: str, roster: Roster, *, version: str) -> None:
         self._listener = listener
@@ -104,24 +107,24 @@ class Hub:
         """The addresses of nodes that node 0 knows."""
 
     def serve(self) -> None:
-        """Serve until the run is over and every node has heard so."""
+        """Serve until the run is over and every node knows it."""
         self._listener.settimeout(0)
-        next_beat, farewell = 0.0, None
-        while farewell is None or (self._peers and time.monotonic() < farewell):
+        next_beat, close_by = 0.0, None
+        while close_by is None or (self._peers and time.monotonic() < close_by):
             self._wait(BEAT_S / 4)
             now = time.monotonic()
             self._accept()
             for peer in list(self._peers):
-                self._hear(peer, now)
+                self._receive(peer, now)
             self._roster.tick(now)
             if now >= next_beat:
                 next_beat = now + BEAT_S
                 for peer in self._peers:
                     if peer.node is not None:
                         peer.stream.queue(Beat())
-            self._tell()
-            if self._roster.is_over and farewell is None:
-                farewell = now + _FAREWELL_S
+            self._send()
+            if self._roster.is_over and close_by is None:
+                close_by = now + _CLOSE_S
 
     def _wait(self, timeout_s: float) -> None:
         with selectors.DefaultSelector() as selector:
@@ -135,18 +138,18 @@ class Hub:
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
-            for _ in range(_MOST_STRANGERS):  # in one turn: nodes are heard between
+            for _ in range(_MAX_UNAUTHENTICATED):  # in one turn: nodes are served between
                 end, address = self._listener.accept()
                 peer = _Peer(node_stream(end, FromNode), new_nonce(), str(address[0]), time.monotonic())
                 peer.stream.queue(Challenge(peer.nonce, shardwise=self._version))
                 self._peers.append(peer)
-        strangers = [peer for peer in self._peers if not peer.trusted]
-        # A flood costs the oldest their turn: a node shows the secret within a round trip.
-        for peer in strangers[: max(0, len(strangers) - _MOST_STRANGERS)]:
+        unauthenticated = [peer for peer in self._peers if not peer.authenticated]
+        # A flood costs the oldest their turn: a node proves the secret within a round trip.
+        for peer in unauthenticated[: max(0, len(unauthenticated) - _MAX_UNAUTHENTICATED)]:
             self._peers.remove(peer)
             peer.stream.close()
 
-    def _hear(self, peer: _Peer, now: float) -> None:
+    def _receive(self, peer: _Peer, now: float) -> None:
         messages = peer.stream.receive()
         for message in messages or ():
             if peer.node is None:
@@ -154,29 +157,29 @@ class Hub:
                     messages = None
                     break
             elif isinstance(message, RelayMessage):
-                self._hand_on(peer, message)
+                self._relay(peer, message)
             else:
-                self._roster.hear(peer.node, _dated(message), now)
+                self._roster.receive(peer.node, _dated(message), now)
         silent_s = now - peer.stream.heard_at
         if messages is None or silent_s > LOST_S or (peer.node is None and now - peer.since > _GREETING_S):
             how = "its connection closed" if messages is None else f"silent for {silent_s:.0f} s"
             self._drop(peer, how, now)
 
-    def _hand_on(self, sender: _Peer, message: RelayMessage) -> None:
+    def _relay(self, sender: _Peer, message: RelayMessage) -> None:
         for peer in self._peers:
             if peer is not sender and peer.node is not None and (message.to_all or peer.node == 0):
                 peer.stream.queue(message)
 
     def _greet(self, peer: _Peer, message: FromNode) -> bool:
-        """Take in what one says that is no node yet; False when it is not to become one."""
-        if isinstance(message, Proof) and not peer.trusted:
+        """Take in the message of a peer that is not a node yet; False when it cannot become one."""
+        if isinstance(message, Proof) and not peer.authenticated:
             if not is_proof(message.mac, self._secret, "node", peer.nonce, message.nonce):
                 return False
-            peer.trusted = True
-            peer.stream.limit_bytes = TRUSTED_BYTES
+            peer.authenticated = True
+            peer.stream.limit_bytes = AUTHENTICATED_BYTES
             peer.stream.queue(Proof(prove(self._secret, "hub", message.nonce, peer.nonce)))
             return True
-        if not isinstance(message, Hello) or not peer.trusted:
+        if not isinstance(message, Hello) or not peer.authenticated:
             return False
         answer = self._roster.join(message)
         if isinstance(answer, Refused):
@@ -191,7 +194,7 @@ class Hub:
         if peer.node is not None:
             self._roster.lose(peer.node, how, now)
 
-    def _tell(self) -> None:
+    def _send(self) -> None:
         streams = {peer.node: peer.stream for peer in self._peers}
         messages = [(node, message) for node, message in self._roster.take() if node in streams]
         for node, message in messages:

@@ -21,6 +21,7 @@ class NodeLimits:
 
     least: int
     most: int
+    """Nodes: the run continues with any number between the two."""
     max_restarts: int = 0
     join_s: float = 600.0
     """For the first round to have its nodes."""
@@ -34,21 +35,21 @@ class RoundStatus:
 
     exits: tuple[RankExit, ...]
     gone: tuple[str, ...] = ()
-    """Nodes that were lost, in words."""
+    """Nodes that were lost, one sentence each."""
     broken: str = ""
-    """What else the ranks could not go on without, and how it ended."""
+    """What else the ranks could not continue without, and how it ended."""
     verdict: str = ""
     """The verdict for which the ranks were stopped."""
     num_nodes: int
     """That could make the next round."""
-    had_met: bool = True
+    had_joined: bool = True
     """Whether the run ever had its nodes together."""
     interrupted: int = 0
     """Signal by which somebody asked the whole run to stop."""
     reshaping: bool = False
     """The ranks were asked to stop because a node joins or leaves."""
     complete: bool = False
-    """Every node of the round has told how its ranks ended, also those that are gone."""
+    """Every node of the round has reported how its ranks ended, also those that are gone."""
 
     @property
     def is_done(self) -> bool:
@@ -76,7 +77,7 @@ class EndRun:
 
 
 def decide_round(status: RoundStatus, limits: NodeLimits, restarts: int) -> NextRound | EndRun:
-    """Say what follows a round."""
+    """Return what follows a round."""
     if status.interrupted or status.is_done:
         saved = any(exit_.returncode == PREEMPTED for exit_ in status.exits)
         return EndRun(exit_code=PREEMPTED if saved else 0)
@@ -85,7 +86,7 @@ def decide_round(status: RoundStatus, limits: NodeLimits, restarts: int) -> Next
     cause = root_cause(status.exits)
     # Ranks that stop a moment later than their peers see them go away.
     if status.reshaping and status.num_nodes >= limits.least and not (cause and cause.is_certain):
-        return NextRound(restarts=restarts, why=f"going on with {_count(status.num_nodes)}")
+        return NextRound(restarts=restarts, why=f"continuing with {_count(status.num_nodes)}")
     decision = decide(
         status.exits,
         max_restarts=limits.max_restarts,
@@ -102,13 +103,13 @@ def decide_round(status: RoundStatus, limits: NodeLimits, restarts: int) -> Next
 
 
 def _after_loss(status: RoundStatus, limits: NodeLimits, restarts: int) -> NextRound | EndRun:
-    """A lost node explains whatever else went wrong, and is no failure of the job."""
+    """A lost node explains whatever else went wrong, and is not a failure of the job."""
     if not status.gone:
         return EndRun(failed=True, lost=status.broken)
-    if not status.had_met:
+    if not status.had_joined:
         return NextRound(restarts=restarts, why="waiting for nodes again")
     if status.num_nodes >= limits.least:
-        return NextRound(restarts=restarts, why=f"going on with {_count(status.num_nodes)}")
+        return NextRound(restarts=restarts, why=f"continuing with {_count(status.num_nodes)}")
     few = f", and {_count(status.num_nodes)} left of at least {limits.least}"
     return EndRun(failed=True, lost=" and ".join(status.gone) + few)
 
@@ -120,7 +121,7 @@ def _count(nodes: int) -> str:
 def place_node(hello: Hello, facts: Mapping[str, str], taken: Mapping[int, str], most: int, host: str) -> int | Refused:
     """Return which node of the run a newcomer is, or why it cannot be one; `taken` are hosts by node.
 
-    `facts` are what node 0, on `host`, says of itself: versions and command, which every node must share.
+    `facts` are those of node 0, on `host`: versions and command, which every node must share.
     """
     for what, ours in facts.items():
         theirs = hello.facts.get(what, "nothing")
@@ -147,7 +148,7 @@ def place_node(hello: Hello, facts: Mapping[str, str], taken: Mapping[int, str],
         )
     if node in taken or node == 0:
         return Refused(
-            f"{hello.host} comes as --node-rank {node}, which {taken.get(node, host)} is already",
+            f"{hello.host} joins as --node-rank {node}, which {taken.get(node, host)} has already",
             "give every node its own --node-rank",
             code="rendezvous.node-rank-taken",
         )

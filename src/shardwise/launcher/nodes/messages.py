@@ -1,4 +1,4 @@
-"""What nodes and the hub of a run say to each other; every message about ranks names its round."""
+"""Messages between the nodes and the hub of a run; every message about ranks names its round."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
     host: str
     node_rank: int | None
-    """Which node the user says this is."""
+    """The --node-rank of the user."""
     facts: dict[str, str]
     """What must be the same on every node, by what it is: versions, command."""
     is_host: bool = False
@@ -29,7 +29,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """You are node `node` of this run, which the first node writes down in `run`."""
+    """You are node `node` of this run, which the first node records in `run`."""
 
     node: int
     run: str
@@ -65,8 +65,8 @@ class Admit(msgspec.Struct, frozen=True, tag="admit"):
     addresses: tuple[str, ...]
 
 
-class Meet(msgspec.Struct, frozen=True, tag="meet"):
-    """Meet the others at the store of this round, by torch's rendezvous."""
+class JoinRound(msgspec.Struct, frozen=True, tag="join"):
+    """Join the others at the store of this round, by torch's rendezvous."""
 
     round: int
     port: int
@@ -76,15 +76,15 @@ class Meet(msgspec.Struct, frozen=True, tag="meet"):
     restarts: int
 
 
-class Met(msgspec.Struct, frozen=True, tag="met"):
-    """These nodes met, in the order of their ranks."""
+class RoundJoined(msgspec.Struct, frozen=True, tag="joined"):
+    """These nodes joined, in the order of their ranks."""
 
     round: int
     nodes: tuple[int, ...]
 
 
 class Failing(msgspec.Struct, frozen=True, tag="failing"):
-    """A rank of this node ended badly."""
+    """A rank of this node failed."""
 
     round: int
     certain: bool
@@ -92,13 +92,13 @@ class Failing(msgspec.Struct, frozen=True, tag="failing"):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """This node's launcher was told by a signal to stop."""
+    """This node's launcher got a signal to stop."""
 
     signal: Signals
 
 
 class NodeEnded(msgspec.Struct, frozen=True, tag="ended"):
-    """All ranks of this node have ended; or could not be started, as `lost` says."""
+    """All ranks of this node have ended; or could not be started, for the reason in `lost`."""
 
     round: int
     exits: tuple[RankExit, ...]
@@ -110,7 +110,7 @@ class NodeEnded(msgspec.Struct, frozen=True, tag="ended"):
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Stop the ranks of this round: at once because of a fault, or in peace by `signal`."""
+    """Stop the ranks of this round: at once because of a fault, or gracefully by `signal`."""
 
     round: int
     reason: str
@@ -118,7 +118,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Note(msgspec.Struct, frozen=True, tag="note"):
-    """Tell the user."""
+    """Show this to the user."""
 
     text: str
 
@@ -130,7 +130,7 @@ class Again(msgspec.Struct, frozen=True, tag="again"):
 
 
 class Over(msgspec.Struct, frozen=True, tag="over"):
-    """The run is over, for the node that hears this."""
+    """The run is over, for the node that receives this."""
 
     exit_code: int = 0
     failed: bool = False
@@ -145,14 +145,14 @@ class Over(msgspec.Struct, frozen=True, tag="over"):
 
 
 class RelayMessage(msgspec.Struct, frozen=True, tag="relay"):
-    """What those who look on at nodes say to each other, and the hub does not read: to node 0, or from it to all."""
+    """What the observers of nodes send each other, and the hub does not read: to node 0, or from it to all."""
 
     body: str
     to_all: bool = False
 
 
-FromNode = Proof | Hello | Beat | NodeReady | Opened | Met | Failing | Leaving | NodeEnded | RelayMessage
-FromHub = Challenge | Proof | Welcome | Refused | Beat | Admit | Meet | Stop | Note | Again | Over | RelayMessage
+FromNode = Proof | Hello | Beat | NodeReady | Opened | RoundJoined | Failing | Leaving | NodeEnded | RelayMessage
+FromHub = Challenge | Proof | Welcome | Refused | Beat | Admit | JoinRound | Stop | Note | Again | Over | RelayMessage
 
 
 def rebased(exits: Iterable[RankExit]) -> tuple[RankExit, ...]:

@@ -24,9 +24,9 @@ _RESOLVE_S = 5.0
 _SIOCGIFADDR = 0x8915
 
 
-def resolve(host: str, port: int, patience_s: float = _RESOLVE_S) -> tuple[str, ...]:
+def resolve(host: str, port: int, timeout_s: float = _RESOLVE_S) -> tuple[str, ...]:
     """Return the addresses of a host name, in the resolver's order; refused when there is none for some seconds."""
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -65,7 +65,7 @@ def own_addresses() -> Mapping[str, str]:
 
 
 def interface_of(address: str) -> str:
-    """Return the interface that has `address`, empty when that cannot be told."""
+    """Return the interface that has `address`, empty when it is unknown."""
     named = {own: name for name, own in own_addresses().items()}
     if address in named:
         return named[address]
@@ -77,11 +77,11 @@ def interface_of(address: str) -> str:
 
 
 def own_address(local_addr: str) -> str:
-    """Return the address of this machine that the user named; refused when it is none."""
+    """Return the address of this machine that the user named; refused when it is not one."""
     address = next((address for address in resolve(local_addr, 0) if is_own(address)), None)
     if address is None:
         raise LaunchError(
-            f"--local-addr {local_addr} is no address of this machine",
+            f"--local-addr {local_addr} is not an address of this machine",
             code="launch.local-address-unknown",
             fix="see: ip addr",
         )
@@ -91,7 +91,7 @@ def own_address(local_addr: str) -> str:
 def listening_address(host: str, port: int, local_addr: str) -> str:
     """Return the one address on which node 0 listens: what `host` means here, but never a loopback that others miss.
 
-    `local_addr` is what the user says it is, empty when they do not.
+    `local_addr` is the address that the user passed, empty when they did not.
     """
     if local_addr:
         return own_address(local_addr)
@@ -101,21 +101,21 @@ def listening_address(host: str, port: int, local_addr: str) -> str:
     if outward:
         return outward[0]
     others = {name: address for name, address in own_addresses().items() if not is_loopback(address)}
-    told = ", ".join(f"{address} on {name}" for name, address in others.items()) or "none but loopback"
+    known = ", ".join(f"{address} on {name}" for name, address in others.items()) or "none but loopback"
     if not own:
         raise LaunchError(
-            f"{host} is {meant[0]}, which is no address of this machine, node 0 (it has {told})",
+            f"{host} is {meant[0]}, which is not an address of this machine, node 0 (it has {known})",
             code="launch.master-address-foreign",
-            fix="name an address of node 0, or say with --local-addr which of these others reach",
+            fix="name an address of node 0, or pass with --local-addr which of these others reach",
         )
     if host == own[0] or host == "localhost":
         return own[0]
     if len(others) == 1:  # Debian's installer writes 127.0.1.1 beside the host's own name
         return next(iter(others.values()))
     raise LaunchError(
-        f"{host} is {own[0]} here, where other machines cannot come (it has {told})",
+        f"{host} is {own[0]} here, which other machines cannot reach (it has {known})",
         code="launch.master-address-loopback",
-        fix="name an address of node 0, or say with --local-addr which of these others reach",
+        fix="name an address of node 0, or pass with --local-addr which of these others reach",
     )
 
 
@@ -156,7 +156,9 @@ def _family(address: str) -> socket.AddressFamily:
 # A filter knows machines, not users: other users of an admitted machine still pass.
 
 
-OPEN_STORE = "shardwise: this kernel has no socket filters: every machine that reaches the store can read and change it"
+UNFILTERED_STORE = (
+    "shardwise: this kernel has no socket filters: every machine that reaches the store can read and change it"
+)
 _SO_ATTACH_FILTER = 26
 _MOST_INSTRUCTIONS = 4096
 _NETWORK_HEADER = 0xFFF00000
@@ -176,7 +178,7 @@ class _Program(ctypes.Structure):
 
 
 def admit_only(listener: socket.socket, addresses: Iterable[str]) -> bool:
-    """Have `listener` hear these addresses and its own alone, in place of those admitted before.
+    """Have `listener` accept these addresses and its own alone, in place of those admitted before.
 
     Returns False, with nothing changed, where the kernel cannot: not Linux, or more machines than a filter holds.
     """
@@ -195,8 +197,8 @@ def admit_only(listener: socket.socket, addresses: Iterable[str]) -> bool:
     return True
 
 
-class Door:
-    """The port of a round's store, while nodes join the round and each is admitted."""
+class StoreFilter:
+    """The filter of a round's store, while nodes join the round and each is admitted."""
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
@@ -204,11 +206,11 @@ class Door:
 
     @contextlib.contextmanager
     def opened(self, listener: socket.socket, note: Callable[[str], None]) -> Iterator[socket.socket]:
-        """Yield `listener`, which hears the nodes that have joined so far and, until `shut`, those that join later."""
+        """Yield `listener`, which accepts the nodes that have joined and, until `close`, those that join later."""
         with listener:
             self._listener = listener
             if not admit_only(listener, self._admitted):
-                note(OPEN_STORE)
+                note(UNFILTERED_STORE)
             yield listener
 
     def admit(self, addresses: tuple[str, ...]) -> None:
@@ -217,7 +219,7 @@ class Door:
         if self._listener is not None:
             admit_only(self._listener, addresses)
 
-    def shut(self) -> None:
+    def close(self) -> None:
         """Close this process's hold on the port: when the store ends, connections shall be refused."""
         if self._listener is not None:
             self._listener.close()
@@ -232,12 +234,12 @@ def _program(sources: list[bytes], version: int) -> list[_Instruction]:
     """Return a filter that accepts packets from one of `sources`, and drops all others."""
     program = []
     for source in sources:
-        words = [source[at : at + 4] for at in range(0, len(source), 4)]
-        for index, word in enumerate(words):
-            left = len(words) - 1 - index
-            # A word that differs leads past the other words of this address (two instructions each) and its return.
+        quads = [source[at : at + 4] for at in range(0, len(source), 4)]
+        for index, quad in enumerate(quads):
+            left = len(quads) - 1 - index
+            # Four bytes that differ lead past the others of this address (two instructions each) and its return.
             program.append(_Instruction(_LOAD_WORD, 0, 0, _NETWORK_HEADER + _SOURCE_AT[version] + 4 * index))
-            program.append(_Instruction(_JUMP_IF_EQUAL, 0, 2 * left + 1, int.from_bytes(word, "big")))
+            program.append(_Instruction(_JUMP_IF_EQUAL, 0, 2 * left + 1, int.from_bytes(quad, "big")))
         program.append(_Instruction(_RETURN, 0, 0, _ACCEPT))
     program.append(_Instruction(_RETURN, 0, 0, _DROP))
     return program

@@ -1,4 +1,4 @@
-"""One node of a run on many machines: joins the hub, meets the others, runs its ranks, round after round."""
+"""One node of a run on many machines: it runs the hub if it is node 0, and joins it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodesSpec:
-    """Which nodes a run has, which of them this one is, and where they meet."""
+class NodesSpec(NodeLimits):
+    """Which nodes a run has, which of them this one is, and where they join."""
 
-    least: int
-    most: int
-    """Nodes: the run goes on with any number between the two."""
     host: str
     """Host name or address of node 0."""
     port: int
@@ -41,10 +38,7 @@ class NodesSpec:
     secret: str = ""
     """By which nodes of this run know each other; empty takes the run's id."""
     local_addr: str = ""
-    """Address by which others reach this node, where it cannot be told from the way to `host`."""
-    join_s: float = 600.0
-    last_call_s: float = 5.0
-    max_restarts: int = 0
+    """Address by which others reach this node, where the route to `host` does not give it."""
 
     @property
     def shared_secret(self) -> str:
@@ -53,7 +47,7 @@ class NodesSpec:
 
 
 def node_facts(nodes: NodesSpec, command: str) -> dict[str, str]:
-    """Return what must be the same on every node, by what it is."""
+    """Return what must be the same on every node, by name."""
     return {
         "shardwise": package_version("shardwise"),
         "torch": package_version("torch").partition("+")[0],
@@ -91,17 +85,10 @@ def join_run(
                     f"shardwise: SHARDWISE_SECRET is not set: who reaches {where}:{nodes.port} and knows --rdzv-id"
                     f" {nodes.run_id!r} can join; export the same random secret on every node"
                 )
-            limits = NodeLimits(
-                least=nodes.least,
-                most=nodes.most,
-                max_restarts=nodes.max_restarts,
-                join_s=nodes.join_s,
-                last_call_s=nodes.last_call_s,
-            )
-            hub = start_hub(listener, secret, limits, facts=facts, host=host, run=str(run.path.resolve()))
+            hub = start_hub(listener, secret, nodes, facts=facts, host=host, run=str(run.path.resolve()))
     hello = Hello(host, nodes.node_rank, dict(facts), is_host=hub is not None)
     try:
-        link = join_hub(where, nodes.port, secret, hello, patience_s=nodes.join_s, note=note)
+        link = join_hub(where, nodes.port, secret, hello, timeout_s=nodes.join_s, note=note)
         try:
             yield link, run or make_run(Path(link.run))
         finally:
@@ -109,7 +96,7 @@ def join_run(
     finally:
         if hub is not None:
             deadline = time.monotonic() + LOST_S
-            while hub.poll() is None and time.monotonic() < deadline:  # it tells the others how the run ended
+            while hub.poll() is None and time.monotonic() < deadline:  # it reports to the others how the run ended
                 time.sleep(0.02)
             hub.end()
 

@@ -1,4 +1,9 @@
-"""The hub's mind: what it knows of the nodes of a run, and what each is told next; no sockets, no clock of its own."""
+"""The state of a run on several nodes, and what each node is sent next; pure: no sockets, no clock of its own.
+
+A run is a sequence of rounds. In each, node 0 opens a store, the nodes that are ready join it by torch's rendezvous,
+start their ranks and report how those ended; then `decide_round` ends the run or begins the next round. The invariant
+is that a message about an earlier round changes nothing: every such message names its round, and late ones are dropped.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +20,15 @@ from shardwise.launcher.nodes.membership import EndRun, NodeLimits, RoundStatus,
 from shardwise.launcher.nodes.messages import (
     Again,
     Failing,
+    JoinRound,
     Leaving,
-    Meet,
-    Met,
     NodeEnded,
     NodeReady,
     Note,
     Opened,
     Over,
     Refused,
+    RoundJoined,
     Stop,
     Welcome,
 )
@@ -46,13 +51,13 @@ class _Member:
     host: str
     is_ready: bool = False
     in_round: bool = False
-    """It was told to meet, or met."""
+    """It was asked to join the round, or has joined."""
     ended: NodeEnded | None = None
     is_leaving: int = 0
-    """Signal by which its launcher was told to stop; 0 for none."""
+    """Signal by which its launcher was asked to stop; 0 for none."""
 
     @property
-    def place(self) -> str:
+    def name(self) -> str:
         return f"node {self.node} ({self.host})"
 
 
@@ -64,11 +69,11 @@ class _Round:
     port: int = 0
     """Of its store; 0 until that is open."""
     nodes: tuple[int, ...] = ()
-    """That met; none until they have."""
+    """That joined; none until they have."""
     is_settled: bool = False
     """Its nodes are known, so that a newcomer waits for the next."""
     is_stopping: bool = False
-    """Its ranks were told to stop because of a fault."""
+    """Its ranks were stopped because of a fault."""
     is_reshaping: bool = False
     """They were asked to, because a node joins or leaves."""
     interrupted: int = 0
@@ -78,10 +83,10 @@ class _Round:
     grow_at: float = math.inf
     gone: list[str] = field(default_factory=list)
     ends: list[tuple[str, NodeEnded]] = field(default_factory=list)
-    """Place of a node, and how its ranks ended."""
+    """Name of a node, and how its ranks ended."""
 
     @property
-    def has_met(self) -> bool:
+    def has_joined(self) -> bool:
         return bool(self.nodes)
 
     def stop(self, reason: str, at: float) -> None:
@@ -89,7 +94,7 @@ class _Round:
         if not self.is_stopping and at < self.stop_at:
             self.stop_at, self.stop_reason = at, reason
 
-    def status(self, *, num_nodes: int, had_met: bool) -> RoundStatus:
+    def status(self, *, num_nodes: int, had_joined: bool) -> RoundStatus:
         """Return what there is to decide upon."""
         return RoundStatus(
             exits=tuple(exit_ for _, ended in self.ends for exit_ in ended.exits),
@@ -97,22 +102,22 @@ class _Round:
             broken=self._first_loss(by_verdict=False),
             verdict=self._first_loss(by_verdict=True),
             num_nodes=num_nodes,
-            had_met=had_met,
+            had_joined=had_joined,
             interrupted=self.interrupted,
             reshaping=self.is_reshaping,
-            # One that was stopped before it met the others has no exits to tell of.
-            complete=self.has_met and len(self.nodes) == sum(bool(ended.exits) for _, ended in self.ends),
+            # One that was stopped before it joined the others has no exits.
+            complete=self.has_joined and len(self.nodes) == sum(bool(ended.exits) for _, ended in self.ends),
         )
 
     def _first_loss(self, *, by_verdict: bool) -> str:
-        losses = (
-            f"{ended.lost} on {place}" for place, ended in self.ends if ended.lost and ended.by_verdict == by_verdict
-        )
-        return next(losses, "")
+        for name, ended in self.ends:
+            if ended.lost and ended.by_verdict == by_verdict:
+                return f"{ended.lost} on {name}"
+        return ""
 
 
 class Roster:
-    """Takes what happens, in the order of events, and yields messages by node; node 0 is the one that asks."""
+    """Takes what happens, in the order of events, and yields messages by node; node 0 has the store."""
 
     def __init__(self, limits: NodeLimits, *, facts: Mapping[str, str], host: str, run: str, now: float) -> None:
         """Begin with no node; `facts` must be the same on all, `host` and `run` are node 0's name and directory."""
@@ -121,13 +126,13 @@ class Roster:
         self._facts, self._host, self._run = facts, host, run
         self._members: dict[int, _Member] = {}
         self._dismissed: dict[int, str] = {}
-        """Hosts of nodes that were let go and have not hung up yet: until then their numbers are taken."""
+        """Hosts of nodes that were released and are still connected: until then their numbers are taken."""
         self._out: list[tuple[int, msgspec.Struct]] = []
         self._round = _Round(0)
         self._restarts = 0
         self._join_by = now + limits.join_s
         self._was_whole = False
-        """Whether a first round has met: from then on the hub knows who is there, and nobody waits for more."""
+        """Whether a first round has joined: from then on the hub knows who is there, and nobody waits for more."""
 
     def take(self) -> list[tuple[int, msgspec.Struct]]:
         """Return what is to be sent now: (node, message)."""
@@ -135,22 +140,22 @@ class Roster:
         return out
 
     def join(self, hello: Hello) -> int | Refused:
-        """Welcome a newcomer and return which node it is, or say why it is none."""
+        """Welcome a newcomer and return which node it is, or why it cannot be one."""
         if self.is_over:
             return Refused("the run is over", "start it again on all nodes", code="rendezvous.run-over")
         taken = {**self._dismissed, **{node: member.host for node, member in self._members.items()}}
         node = place_node(hello, self._facts, taken, self._limits.most, self._host)
         if isinstance(node, Refused):
-            self._tell(0, Note(f"refused a node: {node.fact}"))
+            self._send(0, Note(f"refused a node: {node.fact}"))
             return node
         self._members[node] = _Member(node, hello.host)
-        self._tell(node, Welcome(node, self._run))
+        self._send(node, Welcome(node, self._run))
         if self._was_whole:
-            self._note(f"{self._members[node].place} has come and will join")
+            self._note(f"{self._members[node].name} has come and will join")
         return node
 
-    def hear(self, node: int, message: FromNode, now: float) -> None:
-        """Take in what a node says; what is about an earlier round is too late."""
+    def receive(self, node: int, message: FromNode, now: float) -> None:
+        """Take in the message of a node; one about an earlier round is too late."""
         member = self._members.get(node)
         if member is None or self.is_over or getattr(message, "round", self._round.number) != self._round.number:
             return
@@ -163,22 +168,22 @@ class Roster:
                 for other in self._members.values():
                     self._invite(other, now)
                 self._round.is_settled = self._was_whole
-            case Met(_, nodes):
+            case RoundJoined(_, nodes):
                 self._take_round(nodes, now)
             case Failing(_, certain):
-                self._round.stop(f"a rank of {member.place} failed", now if certain else now + SETTLE_S)
+                self._round.stop(f"a rank of {member.name} failed", now if certain else now + SETTLE_S)
             case Leaving(number):
-                self._let_go(member, number)
+                self._release(member, number)
             case NodeEnded():
                 self._take_end(member, message, now)
 
     def lose(self, node: int, how: str, now: float) -> None:
-        """Take note that a node is gone; `how` says what was seen of it."""
+        """Take note that a node is gone; `how` is what was seen of it."""
         self._dismissed.pop(node, None)
         member = self._members.pop(node, None)
         if member is None or self.is_over:
             return
-        lost = f"{member.place} is lost: {how}"
+        lost = f"{member.name} is lost: {how}"
         if node == 0:
             self._end(EndRun(failed=True, lost=lost))
             return
@@ -187,7 +192,7 @@ class Roster:
         if member.in_round and not member.is_leaving:
             self._round.gone.append(lost)
             if member.ended is None:  # else nobody waits for its ranks any more
-                self._round.stop(f"{member.place} is lost", now)
+                self._round.stop(f"{member.name} is lost", now)
                 self.tick(now)
         self._conclude_if_done()
 
@@ -202,12 +207,12 @@ class Roster:
             self._round.grow_at = math.inf
             self._grow()
         if not self._was_whole and now >= self._join_by:
-            here = ", ".join(member.place for member in self._members.values())
+            here = ", ".join(member.name for member in self._members.values())
             least = self._limits.least
-            self._end(EndRun(failed=True, lost=f"of at least {least} nodes only these came in time: {here}"))
+            self._end(EndRun(failed=True, lost=f"of at least {least} nodes only these joined in time: {here}"))
 
     def _grow(self) -> None:
-        joining = [member.place for member in self._ready() if not member.in_round]
+        joining = [member.name for member in self._ready() if not member.in_round]
         if joining and not (self._round.ends or self._round.is_stopping or self._round.is_reshaping):
             self._round.is_reshaping = True
             self._note(f"{' and '.join(joining)} can start: all ranks are asked to save and stop")
@@ -217,29 +222,29 @@ class Roster:
         return [member for member in self._members.values() if member.is_ready and not member.is_leaving]
 
     def _invite(self, member: _Member, now: float) -> None:
-        """Tell a node to meet if this round still forms, else let it join by a new round."""
+        """Ask a node to join if this round still forms, else let it join by a new round."""
         limits, now_round = self._limits, self._round
         if member.in_round or not member.is_ready or now_round.is_stopping:
             return
-        if now_round.has_met:
+        if now_round.has_joined:
             now_round.grow_at = min(now_round.grow_at, now + GATHER_S)
             return
         if not now_round.port or now_round.is_settled:
             return  # the store is not open yet, or this round knows whom it waits for
         least, most = (limits.least, limits.most) if not self._was_whole else (len(self._ready()),) * 2
         member.in_round = True
-        meet = Meet(now_round.number, now_round.port, least, most, limits.last_call_s, self._restarts)
-        self._tell(member.node, meet)
+        join = JoinRound(now_round.number, now_round.port, least, most, limits.last_call_s, self._restarts)
+        self._send(member.node, join)
 
     def _take_round(self, nodes: tuple[int, ...], now: float) -> None:
-        if self._round.has_met:
+        if self._round.has_joined:
             return
         self._round.nodes = nodes
         for member in self._members.values():
             member.in_round = member.node in nodes
         missing = [node for node in nodes if node not in self._members]
         if missing:
-            self._round.stop(f"node {missing[0]} was lost as it met the others", now)
+            self._round.stop(f"node {missing[0]} was lost as it joined the others", now)
             return
         self._was_whole = True
         if any(not member.in_round for member in self._ready()) and len(nodes) < self._limits.most:
@@ -249,10 +254,10 @@ class Roster:
         self._round.is_stopping = self._round.is_stopping or number == 0
         for member in self._members.values():
             if member.in_round and member.ended is None:
-                self._tell(member.node, Stop(self._round.number, reason, number))
+                self._send(member.node, Stop(self._round.number, reason, number))
 
-    def _let_go(self, member: _Member, number: int) -> None:
-        """A launcher was told to stop: its node leaves, or the whole run stops."""
+    def _release(self, member: _Member, number: int) -> None:
+        """A launcher was asked to stop: its node leaves, or the whole run stops."""
         member.is_leaving = number
         if member.node == 0 or len(self._ready()) < self._limits.least:
             self._round.interrupted = number
@@ -260,16 +265,16 @@ class Roster:
             self._dismiss(member)
             return
         self._round.is_reshaping = True
-        self._note(f"{member.place} was told to stop by {signal.Signals(number).name}")
-        self._ask_to_stop(f"{member.place} was told to stop", number)
+        self._note(f"{member.name} was asked to stop by {signal.Signals(number).name}")
+        self._ask_to_stop(f"{member.name} was asked to stop", number)
         self._conclude_if_done()
 
     def _take_end(self, member: _Member, ended: NodeEnded, now: float) -> None:
         member.ended = ended
-        exits = tuple(replace(exit_, place=member.place) for exit_ in ended.exits)
-        self._round.ends.append((member.place, msgspec.structs.replace(ended, exits=exits)))
+        exits = tuple(replace(exit_, node_name=member.name) for exit_ in ended.exits)
+        self._round.ends.append((member.name, msgspec.structs.replace(ended, exits=exits)))
         if ended.lost or any(exit_.failed for exit_ in exits):
-            self._round.stop(f"ranks of {member.place} ended", now if ended.lost else now + SETTLE_S)
+            self._round.stop(f"ranks of {member.name} ended", now if ended.lost else now + SETTLE_S)
         self._conclude_if_done()
 
     def _conclude_if_done(self) -> None:
@@ -277,7 +282,7 @@ class Roster:
         waiting = [member for member in self._members.values() if member.in_round and member.ended is None]
         if self.is_over or waiting or not (self._round.ends or self._round.gone or self._round.interrupted):
             return
-        status = self._round.status(num_nodes=len(self._ready()), had_met=self._was_whole)
+        status = self._round.status(num_nodes=len(self._ready()), had_joined=self._was_whole)
         decision = decide_round(status, self._limits, self._restarts)
         if isinstance(decision, EndRun):
             self._end(decision)
@@ -289,31 +294,31 @@ class Roster:
         self._round = _Round(self._round.number + 1)
         for member in self._members.values():
             member.in_round, member.ended = False, None
-            self._tell(member.node, Again(self._round.number))
+            self._send(member.node, Again(self._round.number))
 
     def _dismiss(self, member: _Member) -> None:
-        """Let a node go that was told to stop, while the run goes on."""
+        """Release a node that was asked to stop, while the run continues."""
         exits = member.ended.exits if member.ended is not None else ()
         saved = any(exit_.returncode == PREEMPTED for exit_ in exits)
-        self._tell(member.node, Over(exit_code=PREEMPTED if saved else 0, interrupted=member.is_leaving))
+        self._send(member.node, Over(exit_code=PREEMPTED if saved else 0, interrupted=member.is_leaving))
         del self._members[member.node]
         self._dismissed[member.node] = member.host
 
     def _end(self, decision: EndRun) -> None:
         for node in self._members:
-            self._tell(node, _over(decision, self._round))
+            self._send(node, _over(decision, self._round))
         self.is_over = True
 
     def _note(self, text: str) -> None:
         for node in self._members:
-            self._tell(node, Note(text))
+            self._send(node, Note(text))
 
-    def _tell(self, node: int, message: msgspec.Struct) -> None:
+    def _send(self, node: int, message: msgspec.Struct) -> None:
         self._out.append((node, message))
 
 
 def _over(decision: EndRun, last: _Round) -> Over:
-    """Return what every node hears at the end: of all exits, those that the report tells of."""
+    """Return what every node receives at the end: of all exits, those that the report names."""
     ends = [exit_ for _, ended in last.ends for exit_ in ended.exits]
     # What was compared here need not travel again.
     exits = tuple(replace(exit_, calls=None) for exit_ in ends if exit_.failed or exit_ == decision.cause)

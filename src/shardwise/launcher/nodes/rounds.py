@@ -1,4 +1,9 @@
-"""The rounds of one node: open the store, meet the others, run the ranks, report, and hear what follows."""
+"""The rounds of one node: open the store, join the others, run the ranks, report, and learn what follows.
+
+Each round has a fresh store on a fresh port of node 0, so that keys of a dead round cannot reach the next, and all
+nodes of a round start and stop their ranks together. The hub decides (`roster.py`); this file carries its decisions
+out. torch's own rendezvous numbers the nodes: a process beside the launcher runs it, since it imports torch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ from shardwise.launcher.explain import gather_evidence
 from shardwise.launcher.local.attempts import (
     Launched,
     LocalLaunch,
-    NodePlace,
+    NodeAssignment,
     describe_lost,
     find_failure,
     node_environment,
@@ -24,25 +29,25 @@ from shardwise.launcher.local.attempts import (
     write_exit,
     write_start,
 )
-from shardwise.launcher.local.orders import Assembly, StartMeeting
+from shardwise.launcher.local.orders import RendezvousResult, StartRendezvous
 from shardwise.launcher.local.supervise import Observer, Outcome, caught_signals, supervise
 from shardwise.launcher.nodes.authentication import rendezvous_key
-from shardwise.launcher.nodes.meeting import PRELOAD
 from shardwise.launcher.nodes.messages import (
     Admit,
     Again,
     Failing,
+    JoinRound,
     Leaving,
-    Meet,
-    Met,
     NodeEnded,
     NodeReady,
     Opened,
     Over,
+    RoundJoined,
     Stop,
     rebased,
 )
-from shardwise.launcher.nodes.network import Door, interface_of, listen, own_address
+from shardwise.launcher.nodes.network import StoreFilter, interface_of, listen, own_address
+from shardwise.launcher.nodes.rendezvous import PRELOAD
 from shardwise.launcher.policy import Finish, GiveUp, RankExit
 from shardwise.launcher.transport import MessageStream
 from shardwise.runs.events import LaunchLog, launch_log
@@ -59,7 +64,7 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.02
 _HUB_FIRST_S = 60.0
-"""By so much torch waits longer than the hub, which knows whom it missed."""
+"""By so much torch waits longer than the hub, which can name the missing nodes."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -77,12 +82,12 @@ def launch_nodes(
     run: RunDirectory,
     *,
     observers: Sequence[Observer] = (),
-    placed: Callable[[range], None] = lambda _: None,
+    on_assigned: Callable[[range], None] = lambda _: None,
     note: Callable[[str], None] = lambda _: None,
 ) -> Launched:
     """Run the target on this node's ranks, round after round, until the hub or its loss ends the run.
 
-    `placed` hears which ranks are this node's, before each round starts them. Nothing is left running after.
+    `on_assigned` is called with the ranks of this node before each round starts them. Nothing is left running after.
     """
     environ = node_environment(spec)
     if link.node == 0 or not run.environment.exists():  # nodes may share a disk
@@ -98,7 +103,7 @@ def launch_nodes(
         node = _Node(spec, nodes, link, run, starter, environ, interface_of(address), signals, note, log)
         try:
             while True:
-                node.run_round(observers, placed)
+                node.run_round(observers, on_assigned)
         except _Ended as end:
             launched = _launched(end.over, node.restarts)
             write_end(log, launched)
@@ -120,7 +125,7 @@ def _launched(over: Over, restarts: int) -> Launched:
 
 @dataclass
 class _Node:
-    """This node's side of a run; also what its supervisor knows of the other nodes."""
+    """This node's side of a run; to its supervisor, the other nodes."""
 
     spec: LocalLaunch
     nodes: NodesSpec
@@ -136,80 +141,80 @@ class _Node:
     log: LaunchLog
     round: int = 0
     restarts: int = 0
-    meet: Meet | None = None
+    join: JoinRound | None = None
     stop: Stop | None = None
     over: Over | None = None
-    """The last of each that the hub said."""
+    """The last of each that the hub sent."""
     broken: str = ""
     """For which this node stopped its ranks of the last round by itself."""
-    meeting: RankProcess | None = None
-    door: Door = field(default_factory=Door)
-    """Of the store, on node 0."""
-    has_greeted: bool = False
+    rendezvous: RankProcess | None = None
+    store_filter: StoreFilter = field(default_factory=StoreFilter)
+    """On node 0."""
+    has_reported_ready: bool = False
     is_leaving: bool = False
 
-    def run_round(self, observers: Sequence[Observer], placed: Callable[[range], None]) -> None:
+    def run_round(self, observers: Sequence[Observer], on_assigned: Callable[[range], None]) -> None:
         """Take part in one round, and return when the hub calls the next; _Ended when there is none."""
         with self._store() as store:
-            meet = self._wait_for_meet(store)
-            if meet.restarts > self.restarts and self.link.node == 0:
+            join = self._wait_for_round(store)
+            if join.restarts > self.restarts and self.link.node == 0:
                 reason = self.broken or (self.stop.reason if self.stop else "")
-                self.log.restart(meet.restarts, self.nodes.max_restarts, reason)
-            self.round, self.restarts = meet.round, meet.restarts
+                self.log.restart(join.restarts, self.nodes.max_restarts, reason)
+            self.round, self.restarts = join.round, join.restarts
             try:
-                self._take_part(meet, store, observers, placed)
+                self._take_part(join, store, observers, on_assigned)
             finally:
-                if self.meeting is not None:
-                    self.meeting.end()
-            while self.round == meet.round:
+                if self.rendezvous is not None:
+                    self.rendezvous.end()
+            while self.round == join.round:
                 self._look()
 
     def _take_part(
         self,
-        meet: Meet,
+        join: JoinRound,
         store: RankProcess | None,
         observers: Sequence[Observer],
-        placed: Callable[[range], None],
+        on_assigned: Callable[[range], None],
     ) -> None:
-        assembly = self._assemble(meet)
-        self.door.shut()
-        if assembly is None:
-            self.link.send(NodeEnded(meet.round, ()))
-        elif assembly.refusal:
-            self.link.send(NodeEnded(meet.round, (), lost=f"the nodes did not meet ({assembly.refusal})"))
+        members = self._join_others(join)
+        self.store_filter.close()
+        if members is None:
+            self.link.send(NodeEnded(join.round, ()))
+        elif members.refusal:
+            self.link.send(NodeEnded(join.round, (), lost=f"the nodes did not join ({members.refusal})"))
         else:
-            self.link.send(Met(meet.round, assembly.nodes))
-            self._run_ranks(meet, assembly, store, observers, placed)
+            self.link.send(RoundJoined(join.round, members.nodes))
+            self._run_ranks(join, members, store, observers, on_assigned)
 
     @property
     def _stopped(self) -> Stop | None:
-        """The hub's word to stop this round, None when there is none."""
+        """The hub's order to stop this round, None when there is none."""
         return self.stop if self.stop is not None and self.stop.round == self.round else None
 
-    def asked(self) -> int:
-        """Return the signal with which the other nodes want the ranks to stop."""
+    def requested_stop(self) -> int:
+        """Return the signal by which the other nodes request a stop of the ranks."""
         return self._stopped.signal if self._stopped else 0
 
-    def failing(self, exit_: RankExit) -> None:
-        """Tell the hub of a rank that ended badly."""
+    def report_failure(self, exit_: RankExit) -> None:
+        """Report a rank that failed to the hub."""
         self.link.send(Failing(self.round, exit_.is_certain))
 
-    def leaving(self, number: int) -> None:
-        """Tell the hub of a signal to stop; the next that comes while no rank runs is the second."""
+    def report_signal(self, number: int) -> None:
+        """Report a signal to stop to the hub; the next that comes while no rank runs is the second."""
         self.is_leaving = True
         self.link.send(Leaving(Signals(number)))
 
     @contextlib.contextmanager
     def _store(self) -> Iterator[RankProcess | None]:
-        """Serve the store of this round if this is node 0, and say so."""
+        """Serve the store of this round if this is node 0, and report it."""
         if self.link.node != 0:
-            if not self.has_greeted:
+            if not self.has_reported_ready:
                 self.link.send(NodeReady())
-                self.has_greeted = True
+                self.has_reported_ready = True
             yield None
             return
-        # A fresh server on a fresh port for every round: keys of a dead round can mislead nobody.
-        with self.door.opened(listen(self.link.hub_address, 0), self.note) as listener:
+        # A fresh server on a fresh port for every round: keys of a dead round cannot reach the next.
+        with self.store_filter.opened(listen(self.link.hub_address, 0), self.note) as listener:
             store = self.starter.start_store(listener)
             try:
                 self.link.send(Opened(self.round, listener.getsockname()[1]))
@@ -217,28 +222,28 @@ class _Node:
             finally:
                 store.end()
 
-    def _wait_for_meet(self, store: RankProcess | None) -> Meet:
-        while self.meet is None or self.meet.round < self.round:
+    def _wait_for_round(self, store: RankProcess | None) -> JoinRound:
+        while self.join is None or self.join.round < self.round:
             self._look()
             broken = describe_lost(self.starter, store)
             if broken:
                 raise _Ended(Over(failed=True, lost=broken))
-        meet, self.meet = self.meet, None
-        return meet
+        join, self.join = self.join, None
+        return join
 
-    def _assemble(self, meet: Meet) -> Assembly | None:
-        """Meet the other nodes by torch's rendezvous; None when the hub calls it off."""
+    def _join_others(self, join: JoinRound) -> RendezvousResult | None:
+        """Join the other nodes by torch's rendezvous; None when the hub calls it off."""
         ours, theirs = socket.socketpair()
-        order = _meeting_order(meet, self.link, self.nodes, self.spec.nproc, self.environ)
-        answer: MessageStream[Assembly] = MessageStream(ours, Assembly)
+        order = _rendezvous_order(join, self.link, self.nodes, self.spec.nproc, self.environ)
+        answer: MessageStream[RendezvousResult] = MessageStream(ours, RendezvousResult)
         with theirs:
-            self.meeting = self.starter.start_meeting(order, theirs)
+            self.rendezvous = self.starter.start_rendezvous(order, theirs)
         try:
-            while self._stopped is None and self.round == meet.round:
+            while self._stopped is None and self.round == join.round:
                 self._look()
                 found = answer.receive()
                 if found is None:
-                    return Assembly(refusal="its process ended")
+                    return RendezvousResult(refusal="its process ended")
                 if found:
                     return found[0]
         finally:
@@ -247,26 +252,26 @@ class _Node:
 
     def _run_ranks(
         self,
-        meet: Meet,
-        assembly: Assembly,
+        join: JoinRound,
+        members: RendezvousResult,
         store: RankProcess | None,
         observers: Sequence[Observer],
-        placed: Callable[[range], None],
+        on_assigned: Callable[[range], None],
     ) -> None:
         variables = {name: self.interface for name in _INTERFACES if self.interface and name not in self.environ}
-        place = _place(self.link, meet, assembly, variables)
-        ranks = range(place.first_rank, place.first_rank + self.spec.nproc)
-        placed(ranks)
-        self.note(_describe(self.link.node, place, ranks, self.interface))
-        started = start_ranks(self.spec, self.run, self.starter, place)
-        write_start(self.log, self.spec, place, started)
+        assignment = _assign(self.link, join, members, variables)
+        ranks = range(assignment.first_rank, assignment.first_rank + self.spec.nproc)
+        on_assigned(ranks)
+        self.note(_describe(self.link.node, assignment, ranks, self.interface))
+        started = start_ranks(self.spec, self.run, self.starter, assignment)
+        write_start(self.log, self.spec, assignment, started)
         outcome = supervise(
             started,
             failure_of=partial(find_failure, self.run),
             ended=partial(write_exit, self.log),
             observers=observers,
             lost=partial(self._lost, store),
-            elsewhere=self,
+            other_nodes=self,
             grace_s=self.spec.grace_s,
         )
         ended = _ended(self.round, outcome, self.run, is_stopped=self._stopped is not None)
@@ -274,8 +279,8 @@ class _Node:
         self.link.send(ended)
 
     def _lost(self, store: RankProcess | None) -> str:
-        """Say what the ranks cannot go on without, here or elsewhere."""
-        self._listen()
+        """Return what has ended that the ranks cannot continue without, here or on another node."""
+        self._receive()
         if self._stopped and not self._stopped.signal:
             return self._stopped.reason
         return self.link.lost or describe_lost(self.starter, store)
@@ -286,22 +291,22 @@ class _Node:
         if self.signals:
             if self.is_leaving:
                 raise KeyboardInterrupt
-            self.leaving(self.signals.pop())
-        lost = self.link.lost  # before the look at what it said last
-        self._listen()
+            self.report_signal(self.signals.pop())
+        lost = self.link.lost  # before its last messages are taken
+        self._receive()
         if self.over is not None:
             raise _Ended(self.over)
         if lost:
             raise _Ended(Over(failed=True, lost=lost))
 
-    def _listen(self) -> None:
-        """Take in what the hub said."""
+    def _receive(self) -> None:
+        """Take in the messages of the hub."""
         for message in self.link.take():
             match message:
                 case Admit(addresses):
-                    self.door.admit(addresses)
-                case Meet():
-                    self.meet = message
+                    self.store_filter.admit(addresses)
+                case JoinRound():
+                    self.join = message
                 case Stop():
                     self.stop = message
                 case Again(round_):
@@ -310,26 +315,28 @@ class _Node:
                     self.over = message
 
 
-def _meeting_order(meet: Meet, link: HubLink, nodes: NodesSpec, nproc: int, environ: Mapping[str, str]) -> StartMeeting:
+def _rendezvous_order(
+    join: JoinRound, link: HubLink, nodes: NodesSpec, nproc: int, environ: Mapping[str, str]
+) -> StartRendezvous:
     """Return the order to join the rendezvous of a round, at the store of node 0."""
-    run_id = f"{nodes.run_id}.{meet.round}"
-    return StartMeeting(
+    run_id = f"{nodes.run_id}.{join.round}"
+    return StartRendezvous(
         host=link.hub_address,
-        port=meet.port,
+        port=join.port,
         run_id=run_id,
         node=link.node,
         nproc=nproc,
-        least=meet.least,
-        most=meet.most,
+        least=join.least,
+        most=join.most,
         join_s=nodes.join_s + _HUB_FIRST_S,
-        last_call_s=meet.last_call_s,
+        last_call_s=join.last_call_s,
         environ=dict(environ),
         key=rendezvous_key(nodes.shared_secret, run_id),
     )
 
 
 def _ended(round_: int, outcome: Outcome, run: RunDirectory, *, is_stopped: bool) -> NodeEnded:
-    """Return what the hub hears of the ranks of this node; if it stopped them itself, not why they were stopped."""
+    """Return the report of this node's ranks to the hub; if it stopped them itself, not why they were stopped."""
     return NodeEnded(
         round_,
         rebased(gather_evidence(outcome.exits, run)),
@@ -339,25 +346,25 @@ def _ended(round_: int, outcome: Outcome, run: RunDirectory, *, is_stopped: bool
     )
 
 
-def _place(link: HubLink, meet: Meet, assembly: Assembly, variables: Mapping[str, str]) -> NodePlace:
-    """Say where this node's ranks stand in the world that the nodes have agreed on."""
-    index = assembly.nodes.index(link.node)
-    return NodePlace(
-        world_size=sum(assembly.nprocs),
+def _assign(link: HubLink, join: JoinRound, members: RendezvousResult, variables: Mapping[str, str]) -> NodeAssignment:
+    """Return which ranks this node has in the world that the nodes have agreed on."""
+    index = members.nodes.index(link.node)
+    return NodeAssignment(
+        world_size=sum(members.nprocs),
         store_host=link.hub_address,
-        store_port=meet.port,
-        restarts=meet.restarts,
-        first_rank=sum(assembly.nprocs[:index]),
+        store_port=join.port,
+        restarts=join.restarts,
+        first_rank=sum(members.nprocs[:index]),
         node=index,
-        num_nodes=len(assembly.nodes),
+        num_nodes=len(members.nodes),
         variables=variables,
     )
 
 
-def _describe(node: int, place: NodePlace, ranks: range, interface: str) -> str:
+def _describe(node: int, assignment: NodeAssignment, ranks: range, interface: str) -> str:
     which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
-    nodes = "alone" if place.num_nodes == 1 else f"one of {place.num_nodes}"
+    nodes = "alone" if assignment.num_nodes == 1 else f"one of {assignment.num_nodes}"
     return (
-        f"shardwise: node {node}, {nodes}: {which} of {place.world_size};"
-        f" store at {place.store_host}:{place.store_port}; gloo and nccl on {interface or 'any interface'}"
+        f"shardwise: node {node}, {nodes}: {which} of {assignment.world_size};"
+        f" store at {assignment.store_host}:{assignment.store_port}; gloo and nccl on {interface or 'any interface'}"
     )

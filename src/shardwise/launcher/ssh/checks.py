@@ -24,7 +24,7 @@ from shardwise.launcher.ssh.session import (
     Look,
     Reach,
     Reply,
-    ssh_words,
+    ssh_argv,
 )
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _DEFAULT_PORT = 22
 
 @dataclass(frozen=True)
 class HostRendezvous:
-    """Where nodes will meet: an address of node 0 that all others were seen to reach."""
+    """Where nodes will join: an address of node 0 that all others were seen to reach."""
 
     address: str
     port: int
@@ -55,7 +55,7 @@ def find_here(hosts: Sequence[HostSpec]) -> list[bool]:
     away = [host.name for host, is_here in zip(hosts, here, strict=True) if not is_here]
     if away and not has_ssh:
         raise LaunchError(
-            f"host {away[0]} is reached by ssh, and there is no ssh here",
+            f"host {away[0]} is reached by ssh, and this machine has no ssh",
             code="launch.ssh-not-found",
             fix="install OpenSSH's client",
         )
@@ -80,7 +80,7 @@ def look_at_all(sessions: Sequence[Session], hub: Sessions, target: Target) -> d
     return facts
 
 
-def find_meeting(
+def find_host_rendezvous(
     sessions: Sequence[Session], hub: Sessions, facts: Mapping[Session, Facts], wanted: str, port: int
 ) -> HostRendezvous:
     """Return the first address of node 0 that all others reach, tried for real; `wanted` is the user's, or empty.
@@ -107,21 +107,21 @@ def find_meeting(
 def _try(
     first: Session, others: Sequence[Session], hub: Sessions, address: str, port: int
 ) -> HostRendezvous | LaunchError:
-    """Have node 0 listen at an address and all others come there."""
-    word = secrets.token_hex(8)
-    answer = hub.ask([(first, Listen(address, port, word))], _REACH_S).get(first)
+    """Have node 0 listen at an address and all others connect to it."""
+    token = secrets.token_hex(8)
+    answer = hub.ask([(first, Listen(address, port, token))], _REACH_S).get(first)
     if not isinstance(answer, HostAnswer) or answer.refusal:
         return LaunchError(
             f"host {first.name} cannot listen: {_refusal(answer)}",
             code="launch.host-cannot-listen",
             fix="change --master-port",
         )
-    reached = hub.ask([(session, Reach(address, answer.port, word)) for session in others], _REACH_S)
-    cut = {session.name: why for session in others if (why := _refusal(reached.get(session)))}
-    if not cut:
+    reached = hub.ask([(session, Reach(address, answer.port, token)) for session in others], _REACH_S)
+    unreached = {session.name: why for session in others if (why := _refusal(reached.get(session)))}
+    if not unreached:
         return HostRendezvous(address, answer.port)
-    name, why = next(iter(cut.items()))
-    more = f" and {len(cut) - 1} others" if len(cut) > 1 else ""
+    name, why = next(iter(unreached.items()))
+    more = f" and {len(unreached) - 1} others" if len(unreached) > 1 else ""
     return LaunchError(
         f"host {name}{more} cannot reach {first.name} at {address}:{answer.port} ({why})",
         code="launch.master-unreachable",
@@ -134,9 +134,9 @@ def _refusal(reply: Reply | None) -> str:
 
 
 def explain_end(session: Session) -> LaunchError:
-    """Say why a host gave no answer, from how its ssh ended and what that wrote."""
-    name, status, said = session.name, session.process.poll(), " ".join(session.said)
-    last = session.said[-1] if session.said else "nothing was said"
+    """Return why a host gave no answer, from how its ssh ended and what that wrote."""
+    name, status, output = session.name, session.process.poll(), " ".join(session.stderr_tail)
+    last = session.stderr_tail[-1] if session.stderr_tail else "it wrote nothing"
     by_hand = f"see: ssh {name} true"
     if status is None:
         return LaunchError(
@@ -154,19 +154,19 @@ def explain_end(session: Session) -> LaunchError:
             code="launch.host-no-python",
             fix="install Python there, at the same path",
         )
-    if "No module named" in said:
+    if "No module named" in output:
         return LaunchError(
             f"host {name} has no shardwise in {sys.executable} ({last})",
             code="launch.host-no-shardwise",
             fix=f"{sys.executable} -m pip install it there",
         )
-    for pattern, fact, code, fix in _SSH_SAYS:
-        if re.search(pattern, said):
+    for pattern, fact, code, fix in _SSH_ERRORS:
+        if re.search(pattern, output):
             return LaunchError(fact.format(name), code=code, fix=fix.format(name))
     return LaunchError(f"host {name} could not be used: {last}", code="launch.host-failed", fix=by_hand)
 
 
-_SSH_SAYS = (
+_SSH_ERRORS = (
     (
         "Could not resolve hostname",
         "host {} has no address",
@@ -209,12 +209,13 @@ _SSH_SAYS = (
 
 def _ssh_settings(host: HostSpec) -> dict[str, str]:
     """Return what ssh would do for this host, asked of ssh itself; nothing is connected."""
-    program, *words = ssh_words(host)
+    program, *arguments = ssh_argv(host)
     try:
-        asked = subprocess.run([program, "-G", *words], capture_output=True, text=True, check=False, timeout=_LOOK_S)
+        command = [program, "-G", *arguments]
+        asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LOOK_S)
     except subprocess.TimeoutExpired:  # a command that the user's file runs to decide
         raise LaunchError(
-            f"ssh cannot tell how to reach host {host.name}",
+            f"ssh does not report how to reach host {host.name}",
             code="launch.ssh-config-timeout",
             fix=f"see: ssh -G {host.name}",
         ) from None
@@ -229,7 +230,7 @@ def _is_here(settings: Mapping[str, str], host: HostSpec) -> bool:
     if port != _DEFAULT_PORT or user != getpass.getuser() or {"proxyjump", "proxycommand"} & set(settings):
         return False
     with contextlib.suppress(LaunchError):
-        return any(is_own(address) for address in resolve(name, port, patience_s=0))
+        return any(is_own(address) for address in resolve(name, port, timeout_s=0))
     return False
 
 
@@ -255,9 +256,9 @@ def _refuse_twins(sessions: Sequence[Session], facts: Mapping[Session, Facts]) -
     for session in sessions:
         addresses = frozenset(facts[session].addresses.values())
         if addresses and addresses in seen:
-            told = ", ".join(sorted(addresses))
+            known = ", ".join(sorted(addresses))
             raise LaunchError(
-                f"hosts {seen[addresses]} and {session.name} are one machine, which has {told}",
+                f"hosts {seen[addresses]} and {session.name} are one machine, which has {known}",
                 code="launch.host-same-machine",
                 fix="name it once, or correct what one of the names resolves to",
             )
@@ -271,9 +272,9 @@ def _wanted(first: Session, facts: Facts, wanted: str) -> str:
     for address in meant:
         if address in own:
             return address
-    told = ", ".join(f"{address} on {name}" for name, address in facts.addresses.items())
+    known = ", ".join(f"{address} on {name}" for name, address in facts.addresses.items())
     raise LaunchError(
-        f"--master-addr {wanted} is {meant[0]}, which is no address of host {first.name} (it has {told})",
+        f"--master-addr {wanted} is {meant[0]}, which is not an address of host {first.name} (it has {known})",
         code="launch.master-address-foreign",
         fix="name one of these, or leave it out",
     )
@@ -284,7 +285,7 @@ def _candidates(sessions: Sequence[Session], facts: Mapping[Session, Facts]) -> 
     first = sessions[0]
     seen = [facts[session].launcher for session in sessions[1:]] if first.is_here else [facts[first].own]
     if len(sessions) == 1:
-        seen.append("127.0.0.1")  # nobody else has to come
+        seen.append("127.0.0.1")  # no other host has to connect
     return [address for address in dict.fromkeys([*seen, *facts[first].addresses.values()]) if address]
 
 

@@ -45,17 +45,17 @@ class _Launcher:
         self._stream: MessageStream[Order] = MessageStream(sys.stdin.buffer, Order)
         self.is_gone = False
 
-    def orders(self, timeout_s: float, door: socket.socket | None = None, word: str = "") -> list[Order]:
-        """Wait for orders, or for `timeout_s`; meanwhile say `word` to whoever comes to the door."""
+    def orders(self, timeout_s: float, listener: socket.socket | None = None, token: str = "") -> list[Order]:
+        """Wait for orders, or for `timeout_s`; meanwhile send `token` to whoever connects to `listener`."""
         watched: list[MessageStream[Order] | socket.socket] = [self._stream]
-        if door is not None:
-            watched.append(door)
+        if listener is not None:
+            watched.append(listener)
         ready, _, _ = select.select(watched, [], [], timeout_s)
-        if door is not None and door in ready:
+        if listener is not None and listener in ready:
             with contextlib.suppress(OSError):
-                guest, _ = door.accept()
-                with guest:
-                    guest.sendall(word.encode())
+                peer, _ = listener.accept()
+                with peer:
+                    peer.sendall(token.encode())
         found = self._stream.receive()
         self.is_gone = found is None or time.monotonic() - self._stream.heard_at > SILENCE_S
         return found or []
@@ -64,25 +64,25 @@ class _Launcher:
 def main() -> int:
     """Obey the launcher until it is gone or what it had started has ended; return the exit code of that."""
     launcher = _Launcher()
-    door, word = None, ""
+    listener, token = None, ""
     while not launcher.is_gone:
-        for order in launcher.orders(_LOOK_S, door, word):
-            if door is not None and isinstance(order, Listen | Start):
-                door.close()
-                door = None
+        for order in launcher.orders(_LOOK_S, listener, token):
+            if listener is not None and isinstance(order, Listen | Start):
+                listener.close()
+                listener = None
             match order:
                 case Look(target):
-                    _say(_facts(target))
+                    _reply(_facts(target))
                 case Listen():
-                    door, word = _open(order), order.word
+                    listener, token = _open(order), order.token
                 case Reach():
-                    _say(HostAnswer(refusal=_reach(order)))
+                    _reply(HostAnswer(refusal=_reach(order)))
                 case Start():
                     return _run(order, launcher)
     return JOB_FAILED
 
 
-def _say(reply: Reply) -> None:
+def _reply(reply: Reply) -> None:
     sys.stdout.buffer.write(MARK + encode_line(reply))
     sys.stdout.buffer.flush()
 
@@ -94,7 +94,7 @@ def _facts(target: Target) -> Facts:
         "torch": package_version("torch").partition("+")[0],
     }
     outward = {name: address for name, address in own_addresses().items() if not address.startswith("127.")}
-    # What sshd says of its connection: client, its port, server, its port.
+    # What sshd reports of its connection: client, its port, server, its port.
     ssh = variables("SSH_CONNECTION").get("SSH_CONNECTION", "").split()
     launcher, own = (ssh[0], ssh[2]) if len(ssh) == 4 else ("", "")
     try:
@@ -105,35 +105,35 @@ def _facts(target: Target) -> Facts:
 
 
 def _open(order: Listen) -> socket.socket | None:
-    """Open the door and say how that went."""
+    """Listen and report how that went."""
     if not is_own(order.address):
-        _say(HostAnswer(refusal=f"{order.address} is not its address"))
+        _reply(HostAnswer(refusal=f"{order.address} is not its address"))
         return None
     try:
-        door = listen(order.address, order.port)
+        listener = listen(order.address, order.port)
     except LaunchError as error:
-        _say(HostAnswer(refusal=error.fact))
+        _reply(HostAnswer(refusal=error.fact))
         return None
-    _say(HostAnswer(port=int(door.getsockname()[1])))
-    return door
+    _reply(HostAnswer(port=int(listener.getsockname()[1])))
+    return listener
 
 
 def _reach(order: Reach) -> str:
-    """Return why `word` is not heard there; empty when it is."""
+    """Return why the token is not received there; empty when it is."""
     try:
         with socket.create_connection((order.address, order.port), timeout=_REACH_S) as end:
-            heard = end.recv(len(order.word))
+            received = end.recv(len(order.token))
     except OSError as error:
         return error.strerror or "no answer"
-    return "" if heard.decode(errors="replace") == order.word else "another machine answers there"
+    return "" if received.decode(errors="replace") == order.token else "another machine answers there"
 
 
 def _run(order: Start, launcher: _Launcher) -> int:
     """Run the node; when the launcher goes first, ask the node to stop, then kill what is left."""
     become_reaper()
-    # -P: the folder of the user's script is no place to import our own modules from.
+    # -P: the folder of the user's script is not where our own modules are imported from.
     node = subprocess.Popen(
-        [sys.executable, "-P", "-m", "shardwise", *order.words],
+        [sys.executable, "-P", "-m", "shardwise", *order.arguments],
         stdin=subprocess.DEVNULL,
         env={**variables(""), **order.variables},
         process_group=0,
@@ -141,7 +141,7 @@ def _run(order: Start, launcher: _Launcher) -> int:
     )
     deadline = None
     while node.poll() is None and (deadline is None or time.monotonic() < deadline):
-        if launcher.is_gone:  # its end of stdin would be readable for ever
+        if launcher.is_gone:  # its end of stdin would stay readable
             if deadline is None:
                 node.terminate()
                 deadline = time.monotonic() + order.grace_s

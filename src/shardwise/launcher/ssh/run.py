@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import LaunchError, nearest
 from shardwise.launcher.local.supervise import caught_signals
-from shardwise.launcher.ssh.checks import HostRendezvous, find_here, find_meeting, look_at_all
+from shardwise.launcher.ssh.checks import HostRendezvous, find_here, find_host_rendezvous, look_at_all
 from shardwise.launcher.ssh.session import Session, Sessions, Start
 from shardwise.runs.console import INTERRUPTED, JOB_FAILED, describe_exit
 
@@ -29,7 +29,7 @@ _MARGIN_S = 5.0
 def launch_on_hosts(
     hosts: Sequence[HostSpec],
     target: Target,
-    node_words: Callable[[HostRendezvous], Sequence[Sequence[str]]],
+    node_arguments: Callable[[HostRendezvous], Sequence[Sequence[str]]],
     *,
     variables: Mapping[str, str],
     least: int,
@@ -41,7 +41,7 @@ def launch_on_hosts(
 ) -> int:
     """Run one node on every host and return the exit code of the run; nothing is left on any host.
 
-    `node_words` gives what follows `shardwise` on each host once it is known where nodes meet; `variables`, the
+    `node_arguments` gives the arguments of `shardwise` on each host once the rendezvous is known; `variables`, the
     secret among them, travel by stdin. `show` gets (0 stdout or 1 stderr, line) with the host's name before it. The
     run is over when fewer than `least` hosts are left.
     """
@@ -49,11 +49,11 @@ def launch_on_hosts(
     opened = [Session(host, is_here=is_here) for host, is_here in zip(hosts, here, strict=True)]
     with Sessions(opened) as sessions:
         facts = look_at_all(opened, sessions, target)
-        meeting = find_meeting(opened, sessions, facts, master_addr, master_port)
+        rendezvous = find_host_rendezvous(opened, sessions, facts, master_addr, master_port)
         if len(hosts) > 1:
-            note(f"shardwise: {len(hosts)} hosts checked; they meet at {meeting.address}:{meeting.port}")
-        for session, words in zip(opened, node_words(meeting), strict=True):
-            session.send(Start(list(words), dict(variables), grace_s + _MARGIN_S))
+            note(f"shardwise: {len(hosts)} hosts checked; they join at {rendezvous.address}:{rendezvous.port}")
+        for session, arguments in zip(opened, node_arguments(rendezvous), strict=True):
+            session.send(Start(list(arguments), dict(variables), grace_s + _MARGIN_S))
         _follow(sessions, least, grace_s, show, note)
         return _exit_code([session.process.poll() for session in opened], was_asked=sessions.was_asked)
 
@@ -63,11 +63,11 @@ def _follow(
 ) -> None:
     """Show what nodes write and have signals passed on until all have ended."""
     ended: set[Session] = set()
-    hang_up_at = kill_at = float("inf")
+    close_at = kill_at = float("inf")
     width = max(len(session.name) for session in sessions.all)
     with caught_signals(sessions.signals):
         while running := sessions.running:
-            for session, stream, line in sessions.hear(0.2):
+            for session, stream, line in sessions.receive(0.2):
                 show(stream, f"[{session.name:{width}}] ".encode() + line + b"\n")
             for session in set(sessions.all) - ended - set(running):
                 ended.add(session)
@@ -76,11 +76,11 @@ def _follow(
                     note(f"shardwise: host {session.name} is lost: ssh ended with {describe_exit(code or 0)}")
             now = time.monotonic()
             if len(sessions.all) - sum(session.process.poll() != 0 for session in ended) < least:
-                hang_up_at = min(hang_up_at, now + _TOGETHER_S)
-            if now > hang_up_at:
+                close_at = min(close_at, now + _TOGETHER_S)
+            if now > close_at:
                 for session in running:
-                    session.hang_up()
-                hang_up_at, kill_at = float("inf"), min(kill_at, now + grace_s + 2 * _MARGIN_S)
+                    session.close_stdin()
+                close_at, kill_at = float("inf"), min(kill_at, now + grace_s + 2 * _MARGIN_S)
             if now > kill_at:
                 return  # leaving the context kills what is left
 
@@ -116,7 +116,7 @@ _HOW = "write HOST, HOST:SLOTS or USER@HOST:SLOTS"
 
 @dataclass(frozen=True, kw_only=True)
 class HostSpec:
-    """One machine to start a node on, as ssh is told to reach it."""
+    """One machine to start a node on, as ssh reaches it."""
 
     name: str
     """Host name, address, or a name of ~/.ssh/config."""
@@ -136,7 +136,7 @@ def read_hosts(text: str) -> tuple[HostSpec, ...]:
         hosts = [_line(line.split(), where) for where, line in numbered if line.strip()]
     elif "/" in text:
         raise LaunchError(
-            f"hostfile {text} is not there",
+            f"hostfile {text} does not exist",
             code="launch.hostfile-not-found",
             fix="name a file of hosts, or hosts such as a,b:8",
         )
@@ -157,26 +157,26 @@ def read_hosts(text: str) -> tuple[HostSpec, ...]:
     return tuple(hosts)
 
 
-def _line(words: list[str], where: str) -> HostSpec:
+def _line(fields: list[str], where: str) -> HostSpec:
     """Read one line of a hostfile: an entry, then slots=, port= and user= in any order."""
-    host = _entry(words[0], where)
+    host = _entry(fields[0], where)
     found: dict[str, str] = {"user": host.user, "slots": "" if host.slots is None else str(host.slots), "port": ""}
-    for word in words[1:]:
-        key, equals, value = word.partition("=")
+    for field in fields[1:]:
+        key, equals, value = field.partition("=")
         if not equals or not value:
             raise LaunchError(
-                f"{where} has {word!r} after its host",
+                f"{where} has {field!r} after its host",
                 code="launch.hostfile-syntax",
                 fix="write HOST slots=8 port=22 user=NAME",
             )
         if key not in found:
             raise LaunchError(
-                f"{where} has {word!r}, and {key!r} is no word of hostfiles",
+                f"{where} has {field!r}, and {key!r} is not a key of hostfiles",
                 code="launch.hostfile-unknown-key",
                 fix=nearest(key, found),
             )
         if found[key]:
-            raise LaunchError(f"{where} says {key} twice", code="launch.hostfile-key-repeated", fix="leave one out")
+            raise LaunchError(f"{where} has {key} twice", code="launch.hostfile-key-repeated", fix="leave one out")
         found[key] = value
     slots, port = (_number(found[key], f"{where}: {key}", most) for key, most in (("slots", 4096), ("port", 65535)))
     return HostSpec(name=host.name, user=found["user"], port=port, slots=slots)
@@ -185,7 +185,7 @@ def _line(words: list[str], where: str) -> HostSpec:
 def _entry(text: str, where: str) -> HostSpec:
     match = _ENTRY.fullmatch(text)
     if match is None:
-        raise LaunchError(f"{where} has {text!r}, which is no host", code="launch.host-invalid", fix=_HOW)
+        raise LaunchError(f"{where} has {text!r}, which is not a host", code="launch.host-invalid", fix=_HOW)
     slots = _number(match["slots"] or "", f"{where}: slots of {match['name']}", 4096)
     return HostSpec(name=match["name"].strip("[]"), user=match["user"] or "", slots=slots)
 

@@ -1,4 +1,4 @@
-"""Sessions with the guards of many machines: started over OpenSSH, heard all at once, and never left behind."""
+"""Sessions with the guards of many machines: started over OpenSSH, read all at once, and never left behind."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
 STDERR = 1
 """Index of the second stream."""
 NO_FOLDER, NO_PYTHON = 91, 92
-"""Exit codes of the first words on a host, before there is a guard."""
+"""Exit codes of the shell line on a host, before there is a guard."""
 _SSH = (
     *("ssh", "-T", "-a", "-x", "-S", "none"),  # no terminal, no agent, no X11, no connection shared with others
     *("-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "LogLevel=ERROR"),
-    *("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3"),  # a cut link ends the client in 8 s
+    *("-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3"),  # a lost link ends the client in 8 s
     *("-o", "ClearAllForwardings=yes", "-o", "RemoteCommand=none"),  # whatever the user's file says for shells
 )
-_PATIENCE_S = 2.0
+_CLOSE_S = 2.0
 _LOOK_S = 0.1
 
 
-def ssh_words(host: HostSpec) -> list[str]:
-    """Return the ssh client's words up to the command: never a prompt, no forwarding, dead links noticed."""
+def ssh_argv(host: HostSpec) -> list[str]:
+    """Return the argv of the ssh client up to the command: never a prompt, no forwarding, dead links noticed."""
     user = ["-l", host.user] if host.user else []
     port = ["-p", str(host.port)] if host.port else []
     return [*_SSH, *user, *port, host.name]
@@ -72,7 +72,7 @@ class Session:
         self.is_here = is_here
         command = command or guard_command(Path.cwd())
         self.process = subprocess.Popen(
-            ["/bin/sh", "-c", command] if is_here else [*ssh_words(host), command],
+            ["/bin/sh", "-c", command] if is_here else [*ssh_argv(host), command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -82,7 +82,7 @@ class Session:
         )
         self._orders: MessageStream[Order] = MessageStream(cast("IO[bytes]", self.process.stdin), Order)
         self._turn = threading.Lock()
-        self.said: deque[str] = deque(maxlen=20)
+        self.stderr_tail: deque[str] = deque(maxlen=20)
         """The last lines of its stderr."""
         self._rests = [b"", b""]
 
@@ -101,7 +101,7 @@ class Session:
         with self._turn, contextlib.suppress(ValueError):  # we hung up
             self._orders.send(order)
 
-    def hang_up(self) -> None:
+    def close_stdin(self) -> None:
         """Close the guard's stdin, which has it stop its node."""
         with self._turn, contextlib.suppress(OSError):
             self._orders.close()
@@ -115,7 +115,7 @@ class Session:
         elif not data:
             return None
         if stream == STDERR:
-            self.said.extend(line.decode(errors="replace").strip() for line in lines if line.strip())
+            self.stderr_tail.extend(line.decode(errors="replace").strip() for line in lines if line.strip())
         return lines
 
 
@@ -123,7 +123,7 @@ class Sessions:
     """All sessions of one launch; leaving the context ends them.
 
     Within it, beats and signals go out from a thread of their own: whoever shows the output may have to wait for a
-    pager or a terminal that stands still, and guards would take that for the launcher's death.
+    pager or a terminal that is stopped, and guards would take that for the launcher's death.
     """
 
     def __init__(self, sessions: Iterable[Session]) -> None:
@@ -134,29 +134,29 @@ class Sessions:
         self.was_asked = False
         """Whether a signal was passed on."""
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._keep_in_touch, name="beats", daemon=True)
+        self._thread = threading.Thread(target=self._send_beats, name="beats", daemon=True)
         for session in self.all:
             for number, stream in enumerate(session.streams):
                 self._selector.register(stream, selectors.EVENT_READ, (session, number))
 
     @property
     def running(self) -> list[Session]:
-        """Sessions of which more may be heard."""
+        """Sessions of which more may come."""
         open_ = [key.data[0] for key in self._selector.get_map().values()]
         return [session for session in self.all if session in open_ or session.process.poll() is None]
 
-    def hear(self, timeout_s: float) -> list[tuple[Session, int, bytes]]:
+    def receive(self, timeout_s: float) -> list[tuple[Session, int, bytes]]:
         """Return (session, stream, line) of what came, waiting up to `timeout_s`."""
-        heard = []
+        received = []
         for key, _ in self._selector.select(timeout_s):
             session, stream = key.data
             lines = session.read(stream)
             if lines is None:
                 self._selector.unregister(key.fileobj)
-            heard += [(session, stream, line) for line in lines or ()]
+            received += [(session, stream, line) for line in lines or ()]
         if not self._selector.get_map():  # all streams are closed: what is left is to be reaped
             time.sleep(0.01)
-        return heard
+        return received
 
     def ask(self, orders: Sequence[tuple[Session, Order]], timeout_s: float) -> dict[Session, Reply]:
         """Send orders and return the replies of all that gave one in time, before they ended."""
@@ -166,13 +166,13 @@ class Sessions:
         replies: dict[Session, Reply] = {}
         deadline = time.monotonic() + timeout_s
         while asked - set(replies) and time.monotonic() < deadline:
-            for session, stream, line in self.hear(0.1):
+            for session, stream, line in self.receive(0.1):
                 if stream != STDERR and line.startswith(MARK):
                     replies[session] = decode_line(line.removeprefix(MARK), Reply)
             asked &= set(self.running) | set(replies)
         return replies
 
-    def _keep_in_touch(self) -> None:
+    def _send_beats(self) -> None:
         next_beat = 0.0
         while not self._closing.is_set():
             orders: list[Order] = []
@@ -195,12 +195,12 @@ class Sessions:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._closing.set()
-        self._thread.join(_PATIENCE_S)
+        self._thread.join(_CLOSE_S)
         for session in self.all:
-            session.hang_up()
-        deadline = time.monotonic() + _PATIENCE_S
+            session.close_stdin()
+        deadline = time.monotonic() + _CLOSE_S
         while self.running and time.monotonic() < deadline:
-            self.hear(0.05)
+            self.receive(0.05)
         for session in self.all:
             session.process.kill()
             session.process.wait()
@@ -209,44 +209,44 @@ class Sessions:
         self._selector.close()
 
 
-# What the launcher and its guard on another machine say to each other, one JSON line each.
+# Messages between the launcher and its guard on another machine.
 
 
 BEAT_S = 1.0
 """Between two signs of life of the launcher."""
 SILENCE_S = 8.0
 """A launcher that is silent for so long is gone: the guard ends what it runs. Over ssh, a lost packet costs more
-than between nodes, whose own heartbeats are quicker."""
+than between nodes, whose own heartbeats are faster."""
 MARK = b"shardwise-guard "
 """Begins every line of a guard, since shells may write something of their own before it starts."""
 
 
 class Look(msgspec.Struct, frozen=True, tag="look"):
-    """Say what is there."""
+    """Report what is there."""
 
     target: Script | Module | Program
 
 
 class Listen(msgspec.Struct, frozen=True, tag="listen"):
-    """Listen at this address of yours, port 0 takes a free one, and say `word` to whoever comes."""
+    """Listen at this address of yours, port 0 takes a free one, and send `token` to whoever connects."""
 
     address: str
     port: int
-    word: str
+    token: str
 
 
 class Reach(msgspec.Struct, frozen=True, tag="reach"):
-    """Say whether `word` is heard there."""
+    """Report whether `token` is received there."""
 
     address: str
     port: int
-    word: str
+    token: str
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """Run `shardwise` with these words and variables; from now on your output is its output."""
+    """Run `shardwise` with these arguments and variables; from now on your output is its output."""
 
-    words: list[str]
+    arguments: list[str]
     variables: dict[str, str]
     grace_s: float
     """From a stop request, or the launcher's death, to a kill."""

@@ -14,8 +14,8 @@ from engines.mpi.mpi_behaviour import CLAIMS
 from env import mpi
 from refusals import refuses
 from shardwise.dist import world
-from shardwise.dist.backends import choose_backend, default_device, place_by_hosts
-from shardwise.dist.start import find_meeting
+from shardwise.dist.backends import choose_backend, default_device, locate_by_hosts
+from shardwise.dist.start import find_rendezvous
 from shardwise.engines.mpi.start import rerun_command
 from shardwise.engines.mpi.types import reduction_of, why_not
 from shardwise.environment import Identity, identify
@@ -362,8 +362,8 @@ def test_where_there_is_a_gpu_a_world_over_mpi_is_still_on_the_cpu():
 
 
 def test_ranks_that_meet_over_mpi_need_no_address():
-    assert find_meeting(ON_TWO_NODES, None, None, over_mpi=True) == "mpi"
-    assert find_meeting(Identity(), None, None, over_mpi=True) == "mpi"
+    assert find_rendezvous(ON_TWO_NODES, None, None, over_mpi=True) == "mpi"
+    assert find_rendezvous(Identity(), None, None, over_mpi=True) == "mpi"
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_ranks_that_meet_over_mpi_need_no_address():
 )
 def test_ranks_that_meet_by_address_are_told_which_variable_is_missing(identity, values):
     with refuses("rendezvous.master-not-set", *values, "backend='mpi'"):
-        find_meeting(identity, None, None)
+        find_rendezvous(identity, None, None)
 
 
 def test_mpi_on_several_nodes_without_an_address_is_still_known():
@@ -390,8 +390,8 @@ def test_mpi_on_several_nodes_without_an_address_is_still_known():
 
 def test_ranks_dealt_out_over_nodes_know_their_own():
     dealt = replace(ON_TWO_NODES, rank=2, local_rank=1)
-    assert place_by_hosts(dealt, ["a", "b", "a", "b"]) == replace(dealt, node_rank=0, num_nodes=2)
-    assert place_by_hosts(dealt, ["a", "a", "a", "a"]) == dealt  # hosts of one name
+    assert locate_by_hosts(dealt, ["a", "b", "a", "b"]) == replace(dealt, node_rank=0, num_nodes=2)
+    assert locate_by_hosts(dealt, ["a", "a", "a", "a"]) == dealt  # hosts of one name
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shardwise.environment import adopt, variables
-from shardwise.launcher.local.orders import KEY_VARIABLE, Assembly, StartMeeting
-from shardwise.launcher.local.processes import die_with_parent
+from shardwise.launcher.local.orders import KEY_VARIABLE, RendezvousResult, StartRendezvous
+from shardwise.launcher.local.processes import die_with_parent, ignore_stop_signals
 from shardwise.launcher.transport import MessageStream
 
 if TYPE_CHECKING:
@@ -20,39 +20,38 @@ if TYPE_CHECKING:
 
 PRELOAD = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 _NO_KEEP_ALIVE = timedelta(hours=1)
-"""torch would drop a node whose clock is some seconds off; the hub hears by itself who is there."""
+"""torch would drop a node whose clock is some seconds off; the hub detects lost nodes itself."""
 
 
 class _NodeCard(msgspec.Struct):
-    """What nodes tell each other through the store when they have met."""
+    """What nodes send each other through the store when they have joined."""
 
     node: int
     nproc: int
 
 
-def meeting_work(order: StartMeeting, descriptor: int | None, parent: int) -> Callable[[], None]:
-    """Return what meets the other nodes, says who came on the socket `descriptor`, and stays until it is killed."""
+def rendezvous_work(order: StartRendezvous, descriptor: int | None, parent: int) -> Callable[[], None]:
+    """Return what joins the other nodes, reports them on the socket `descriptor`, and stays until it is killed."""
     die_with_parent(parent)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stop_signals()
     # The ranks' store is ours, one for every round: torch would make another from the name of this node.
     adopt({**order.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
-    answer: MessageStream[Assembly] = MessageStream(socket.socket(fileno=descriptor), Assembly)
+    answer: MessageStream[RendezvousResult] = MessageStream(socket.socket(fileno=descriptor), RendezvousResult)
 
     def work() -> None:
         try:
-            assembly = _meet(order)
-        except Exception as error:  # noqa: BLE001 - whatever torch raises is the launcher's to tell
-            assembly = Assembly(refusal=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-        answer.send(assembly)
+            result = _join(order)
+        except Exception as error:  # noqa: BLE001 - the launcher reports whatever torch raises
+            result = RendezvousResult(refusal=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        answer.send(result)
         while True:
             signal.pause()  # its thread keeps torch's rendezvous open for those who are slower
 
     return work
 
 
-def _meet(order: StartMeeting) -> Assembly:
-    """Communicate with the other nodes through the store of this round until enough have come."""
+def _join(order: StartRendezvous) -> RendezvousResult:
+    """Communicate with the other nodes through the store of this round until enough have joined."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
@@ -75,12 +74,12 @@ def _meet(order: StartMeeting) -> Assembly:
     info = handler.next_rendezvous()
     info.store.set(f"card/{info.rank}", msgspec.json.encode(_NodeCard(order.node, order.nproc)))
     cards = [msgspec.json.decode(info.store.get(f"card/{rank}"), type=_NodeCard) for rank in range(info.world_size)]
-    return Assembly(tuple(card.node for card in cards), tuple(card.nproc for card in cards))
+    return RendezvousResult(tuple(card.node for card in cards), tuple(card.nproc for card in cards))
 
 
 if __name__ == "__main__":
     text, end, launcher = sys.argv[1:4]
     environ = variables("")
     key = environ.pop(KEY_VARIABLE)
-    order = msgspec.structs.replace(msgspec.json.decode(text, type=StartMeeting), environ=environ, key=key)
-    meeting_work(order, int(end), int(launcher))()
+    order = msgspec.structs.replace(msgspec.json.decode(text, type=StartRendezvous), environ=environ, key=key)
+    rendezvous_work(order, int(end), int(launcher))()

@@ -1,6 +1,6 @@
 import pytest
 
-from shardwise.launcher.explain import last_words
+from shardwise.launcher.explain import read_exception
 
 TRACEBACK = """some warning
 Traceback (most recent call last):
@@ -26,20 +26,20 @@ Traceback (most recent call last):
 )
 def test_uncaught_exception_is_read_from_the_log(tmp_path, last, kind, message, peer_lost):
     (tmp_path / "log").write_text(TRACEBACK.format(last=last))
-    failure = last_words(tmp_path / "log", 3)
+    failure = read_exception(tmp_path / "log", 3)
     assert (failure.rank, failure.kind, failure.peer_lost) == (3, kind, peer_lost)
     assert message is None or failure.message == message
     assert "first.py" not in failure.traceback
 
 
-def test_prefix_of_torch_is_no_part_of_the_words(tmp_path):
+def test_prefix_of_torch_is_left_out(tmp_path):
     lines = TRACEBACK.format(last="ValueError: tired").splitlines()
     (tmp_path / "log").write_text("".join(f"[rank1]: {line}\n" for line in lines))
-    failure = last_words(tmp_path / "log", 1)
+    failure = read_exception(tmp_path / "log", 1)
     assert (failure.kind, failure.message, "[rank1]" in failure.traceback) == ("ValueError", "tired", False)
 
 
-def test_log_without_a_traceback_says_nothing(tmp_path):
+def test_log_without_a_traceback_gives_none(tmp_path):
     (tmp_path / "log").write_text("ValueError: not a traceback\n")
-    assert last_words(tmp_path / "log", 0) is None
-    assert last_words(tmp_path / "absent", 0) is None
+    assert read_exception(tmp_path / "log", 0) is None
+    assert read_exception(tmp_path / "absent", 0) is None
