@@ -15,7 +15,7 @@ import torch
 
 import shardwise as sw
 from shardwise.cli.main import main
-from shardwise.parallel import blueprint
+from shardwise.parallel import meta_model
 from shardwise.parallel.weights import open_weights
 from shardwise.plans import Plan
 from shardwise.testing import run_ranks
@@ -262,7 +262,7 @@ def host_peak(world, folder, open_folder=open_weights):
         return build_step(job, Plan.preset("fsdp", world.size, batch_size=4), world)
 
     build(str(folder))  # code is mapped and pools are filled the first time
-    blueprint.open_weights = open_folder
+    meta_model.open_weights = open_folder
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = resident("VmRSS")

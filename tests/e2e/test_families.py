@@ -62,8 +62,8 @@ REFUSED = {
         "rwkv": "writes into a parameter",
     },
     "cp": {
-        **dict.fromkeys(("bloom", "mamba", "rwkv", *IMAGES, *PAIRS), "cp cuts sequences, and"),
-        **dict.fromkeys(("gptj", "gemma2", "gpt_oss", "deberta"), "cp cuts sequences at torch"),
+        **dict.fromkeys(("bloom", "mamba", "rwkv", *IMAGES, *PAIRS), "cp splits sequences, and"),
+        **dict.fromkeys(("gptj", "gemma2", "gpt_oss", "deberta"), "cp splits sequences at torch"),
         **dict.fromkeys(("mistral", "gemma3"), "layers that do not attend"),
         "falcon": "cp attends without a mask",
         "roberta": "counts positions from the padding",

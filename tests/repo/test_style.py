@@ -12,9 +12,9 @@ REACHED = {
     "files": 385,
     "lines": 72_300,
     "modules under 80 lines with one importer": 12,
-    "nested comprehensions with conditions": 18,
+    "nested comprehensions with conditions": 6,
     "nested conditional expressions": 1,
-    "comprehensions per 1,000 lines": 37.6,
+    "comprehensions per 1,000 lines": 37.3,
     "conditional expressions per 1,000 lines": 24.5,
     "imports inside functions": 156,
 }

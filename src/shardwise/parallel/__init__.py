@@ -1,1 +1,1 @@
-"""One technique of parallelism per file; apply.py holds their order."""
+"""One technique of parallelism per file; apply.py has their order."""

@@ -62,8 +62,8 @@ class BatchNorm(BatchNormBase):
 
         Sharded units hand in weights in the compute dtype, while buffers stay as they are.
         """
-        held = self.running_mean
-        if held is None or self.weight is None or self.weight.dtype == held.dtype:
+        running = self.running_mean
+        if running is None or self.weight is None or self.weight.dtype == running.dtype:
             return super().forward(input)
         momentum = self.momentum or 0.0
         if self.training and self.num_batches_tracked is not None:
@@ -71,10 +71,10 @@ class BatchNorm(BatchNormBase):
             momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         return functional.batch_norm(
             input,
-            held,
+            running,
             self.running_var,
-            self.weight.to(held.dtype),
-            self.bias.to(held.dtype),
+            self.weight.to(running.dtype),
+            self.bias.to(running.dtype),
             self.training,
             momentum,
             self.eps,
@@ -103,7 +103,7 @@ class _SharedNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         mean, var, count = _statistics(value[:rows], group)
         # Sharded units may hand in weights of lower precision than the statistics; the operator wants one.
-        scale, shift = (None if part is None else part.to(mean.dtype) for part in (weight, bias))
+        scale, shift = (None if each is None else each.to(mean.dtype) for each in (weight, bias))
         output = functional.batch_norm(value, mean, var, scale, shift, training=False, eps=eps)
         ctx.save_for_backward(value, weight, mean, torch.rsqrt(var + eps), count)
         ctx.rows, ctx.group = rows, group
@@ -147,9 +147,9 @@ def _statistics(real: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, 
     if group is None:
         return mean, var, count
     packed = torch.cat([mean, var, count])
-    parts = [torch.empty_like(packed) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, packed, group=group)
-    stacked = torch.stack(parts)
+    gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, packed, group=group)
+    stacked = torch.stack(gathered)
     means, variances, counts = stacked.split([len(mean), len(var), 1], dim=1)
     total = counts.sum(0)
     divisor = total.clamp(min=1)  # a micro-batch may have no real row on any rank
@@ -178,7 +178,7 @@ def replace_batch_norms(module: nn.Module, group: dist.ProcessGroup | None) -> n
     replaced: dict[int, BatchNorm] = {}  # one norm may be used in several places
     for prefix, parent in list(module.named_modules()):
         for name, child in own_modules(parent).items():
-            # Where a pipeline keeps a norm of another stage, that one only stands in for it: left alone.
+            # Where a pipeline keeps a norm of another stage, it is a placeholder: left alone.
             if type(child) in _TORCHS_OWN and vars(child).get("forward") is not stand_in:
                 path = f"{prefix}.{name}" if prefix else name
                 own_modules(parent)[name] = replaced.setdefault(id(child), _like(child, group, path))
@@ -216,7 +216,7 @@ def batch_norms(module: nn.Module) -> Iterable[BatchNorm]:
 # torch 2.13 on CPUs with AVX512-BF16 leaves parts of a bf16 convolution's weight gradient unwritten where the input
 # is narrower than the stride and the kernel wider than 1: a 3x3 convolution of stride 2 on 1x1 maps, as the last
 # stages of a ResNet see them on small images. The optimizer then reads whatever was in that memory, NaN now and
-# then. The same holds for a transposed convolution whose output is narrower than its stride. Output and input
+# then. The same is true of a transposed convolution whose output is narrower than its stride. Output and input
 # gradient are right, and so are all three in fp16 and fp32. Widths are at fault, heights were never seen to be;
 # both are guarded.
 
@@ -228,13 +228,13 @@ _FUNCTIONS = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 def guard_narrow_convolutions(module: nn.Module) -> None:
     """Have torch's own strided convolutions in `module` compute in fp32 where what they read or write is narrow."""
-    for part in module.modules():
-        if not isinstance(part, (*_PLAIN, *_TRANSPOSED)) or max(part.stride) == 1:
+    for child in module.modules():
+        if not isinstance(child, (*_PLAIN, *_TRANSPOSED)) or max(child.stride) == 1:
             continue
-        if type(part).forward in {kind.forward for kind in _PLAIN}:
-            part.forward = partial(_plain, part, part.forward)  # type: ignore[method-assign]
-        elif type(part).forward in {kind.forward for kind in _TRANSPOSED}:
-            part.forward = partial(_transposed, part, part.forward)  # type: ignore[method-assign]
+        if type(child).forward in {kind.forward for kind in _PLAIN}:
+            child.forward = partial(_plain, child, child.forward)  # type: ignore[method-assign]
+        elif type(child).forward in {kind.forward for kind in _TRANSPOSED}:
+            child.forward = partial(_transposed, child, child.forward)  # type: ignore[method-assign]
 
 
 def _plain(convolution: Any, forward: Any, images: Tensor) -> Tensor:
@@ -250,18 +250,10 @@ def _plain(convolution: Any, forward: Any, images: Tensor) -> Tensor:
 def _transposed(convolution: Any, forward: Any, images: Tensor, output_size: list[int] | None = None) -> Tensor:
     strides, dims = convolution.stride, len(convolution.stride)
     padding = transposed_padding(convolution, images, output_size)
-    sides = [
-        (side - 1) * stride - 2 * inner + dilation * (kernel - 1) + outer + 1
-        for side, stride, inner, dilation, kernel, outer in zip(
-            images.shape[-dims:],
-            strides,
-            convolution.padding,
-            convolution.dilation,
-            convolution.kernel_size,
-            padding,
-            strict=True,
-        )
-    ]
+    sides = []
+    for dim, side in enumerate(images.shape[-dims:]):
+        kernel = convolution.dilation[dim] * (convolution.kernel_size[dim] - 1) + 1
+        sides.append((side - 1) * strides[dim] - 2 * convolution.padding[dim] + kernel + padding[dim])
     if not (_is_in_bf16(images) and _is_narrow(sides, strides)):
         result: Tensor = forward(images, output_size)
         return result

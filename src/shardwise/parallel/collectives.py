@@ -31,9 +31,9 @@ def all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_gathered(x: Tensor, dim: int, group: dist.ProcessGroup, length: int | None = None) -> Tensor:
-    """Join the parts of all ranks along `dim`, of which the last may be shorter; communicates over `group`.
+    """Concatenate the shards of all ranks along `dim`, of which the last may be shorter; communicates over `group`.
 
-    `length` is that of the whole, where parts differ.
+    `length` is that of the whole, where shards differ.
     """
     size = dist.get_world_size(group)
     longest = x.shape[dim] if length is None else -(-length // size)
@@ -45,33 +45,33 @@ def all_gathered(x: Tensor, dim: int, group: dist.ProcessGroup, length: int | No
 
 
 def sum_scattered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Sum all ranks' `x` and return this rank's part along `dim`, which they divide; communicates over `group`."""
+    """Sum all ranks' `x` and return this rank's shard along `dim`, which they divide; communicates over `group`."""
     moved = x.movedim(dim, 0).contiguous()
-    part = moved.new_empty((moved.shape[0] // dist.get_world_size(group), *moved.shape[1:]))
+    shard = moved.new_empty((moved.shape[0] // dist.get_world_size(group), *moved.shape[1:]))
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(part, moved, group=group)
-    return part.movedim(0, dim).contiguous()
+    scatter(shard, moved, group=group)
+    return shard.movedim(0, dim).contiguous()
 
 
-def exchanged(tensors: Sequence[Tensor], cut: int, join: int, group: dist.ProcessGroup) -> list[Tensor]:
-    """Cut each tensor by rank along `cut` and join what all ranks hand over along `join`; communicates over `group`.
+def exchanged(tensors: Sequence[Tensor], split: int, join: int, group: dist.ProcessGroup) -> list[Tensor]:
+    """Split each tensor by rank along `split`, and concatenate what ranks send along `join`; communicates over `group`.
 
-    One all-to-all for all tensors, which share a dtype; ranks divide `cut`.
+    One all-to-all for all tensors, which share a dtype; ranks divide `split`.
     """
     size = dist.get_world_size(group)
-    parts = [x.unflatten(cut, (size, -1)).movedim(cut, 0) for x in tensors]
-    given = torch.cat([part.flatten(1) for part in parts], dim=1)
+    shards = [x.unflatten(split, (size, -1)).movedim(split, 0) for x in tensors]
+    given = torch.cat([shard.flatten(1) for shard in shards], dim=1)
     taken = torch.empty_like(given)
     dist.all_to_all_single(taken, given, group=group)
-    pieces = taken.split([part[0].numel() for part in parts], dim=1)
+    pieces = taken.split([shard[0].numel() for shard in shards], dim=1)
     return [
-        piece.unflatten(1, part.shape[1:]).movedim(0, join).flatten(join, join + 1)
-        for piece, part in zip(pieces, parts, strict=True)
+        piece.unflatten(1, shard.shape[1:]).movedim(0, join).flatten(join, join + 1)
+        for piece, shard in zip(pieces, shards, strict=True)
     ]
 
 
-def own_part(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part of a whole along `dim`, cut as torch.chunk does; no communication."""
+def own_shard(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's shard of a whole tensor along `dim`, split as torch.chunk does; no communication."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     longest = -(-x.shape[dim] // size)
     first = min(x.shape[dim], rank * longest)
@@ -86,7 +86,7 @@ BUCKET_BYTES = 25 << 20
 
 
 def in_buckets(tensors: Iterable[Tensor], most_bytes: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
-    """Yield runs of tensors of one dtype that together stay below `most_bytes`; a larger one stands alone."""
+    """Yield runs of tensors of one dtype that together stay below `most_bytes`; a larger one is alone."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
@@ -109,7 +109,7 @@ def stages_of(model: nn.Module) -> list[nn.Module]:
 
 
 def parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return what this rank holds of a model made by `apply_plan`, under the names of the user's own; each once."""
+    """Return this rank's parameters of a model made by `apply_plan`, under the names of the user's own; each once."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for stage in stages_of(model):
         for item in stage.named_parameters():
@@ -118,14 +118,14 @@ def parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the user's own module under any strategy; where parameters are cut they stay so (see full_state_dict)."""
+    """Return the user's own module under any strategy; sharded parameters stay sharded (see full_state_dict)."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def full_values(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Return whole tensors on the host of rank 0, {} elsewhere; communicates over the world, on every rank.
 
-    Ranks hand in what they hold, pieces as DTensors; tensors of other stages come from the first rank that has them.
+    Ranks pass their tensors, shards as DTensors; tensors of other stages come from the first rank that has them.
     """
     mine = dict(named)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -145,12 +145,11 @@ def full_values(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the model's state dict with whole tensors on the host of rank 0, {} elsewhere; on every rank."""
-    return full_values(
-        (name, value)
-        for stage in stages_of(model)
-        for name, value in stage.state_dict().items()
-        if name not in getattr(stage, "foreign_buffers", ())
-    )
+    named = []
+    for stage in stages_of(model):
+        foreign = getattr(stage, "foreign_buffers", ())
+        named += [(name, value) for name, value in stage.state_dict().items() if name not in foreign]
+    return full_values(named)
 
 
 def own_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -162,7 +161,7 @@ def own_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _whole(value: DTensor) -> Tensor:
-    """Gather one axis of the mesh after the other, the inner cut first; communicates over the mesh."""
+    """Gather one axis of the mesh after the other, the inner split first; communicates over the mesh."""
     for axis in range(value.device_mesh.ndim):
         placements = [*(Replicate(),) * (axis + 1), *value.placements[axis + 1 :]]
         value = value.redistribute(placements=placements)

@@ -1,6 +1,6 @@
-"""Context parallelism: sequences cut over ranks by tokens, attention over whole ones by all-to-all over heads.
+"""Context parallelism: sequences split over ranks by tokens, attention over whole ones by all-to-all over heads.
 
-Each rank runs the model on its slice of the tokens. Only attention looks at other tokens: around each call of
+Each rank runs the model on its slice of the tokens. Only attention reads other tokens: around each call of
 scaled_dot_product_attention one all-to-all gives every rank all tokens of some heads, and another gives the tokens back
 (DeepSpeed-Ulysses, Jacobs et al. 2023). Parameters are whole or sharded over these ranks like over any others.
 """
@@ -86,7 +86,7 @@ class _NoOther(TorchFunctionMode):
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _ATTENTIONS:
             raise JobError(
-                f"cp cuts sequences, and {self._name} attends outside of its repeated blocks or by {function.__name__}",
+                f"cp splits sequences, and {self._name} attends outside of repeated blocks or by {function.__name__}",
                 code="support.cp-attention-outside-blocks",
                 fix="attend in the blocks alone, by torch's scaled_dot_product_attention, or use cp 1",
             )
@@ -94,7 +94,7 @@ class _NoOther(TorchFunctionMode):
 
 
 def _placed(module: nn.Module, group: dist.ProcessGroup) -> Callable[..., Any]:
-    """Tell the module's own forward which positions its tokens have, unless the batch says so."""
+    """Pass the module's own forward the positions of its tokens, unless the batch has them."""
     inner, index, size = module.forward, dist.get_rank(group), dist.get_world_size(group)
     most = getattr(getattr(module, "config", None), "context", None)
     no_other = _NoOther(type(module).__name__)
@@ -135,7 +135,7 @@ def _attending(
             output = inner(*args, **kwargs)
         if not attention.found:
             raise JobError(
-                f"cp cuts sequences at torch's scaled_dot_product_attention, and {name} did not call it",
+                f"cp splits sequences at torch's scaled_dot_product_attention, and {name} did not call it",
                 code="support.cp-without-sdpa",
                 fix='attend by it (transformers: attn_implementation="sdpa"), or use cp 1',
             )
@@ -211,16 +211,16 @@ def attend_whole(  # noqa: PLR0917 - torch's signature
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all that cuts one dimension and joins another; backward is the way back."""
+    """All-to-all that splits one dimension and joins another; backward is the way back."""
 
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, cut: int, join: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.cut, ctx.join = group, cut, join
-        return tuple(exchanged(tensors, cut, join, group))
+    def forward(ctx: Any, group: dist.ProcessGroup, split: int, join: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.split, ctx.join = group, split, join
+        return tuple(exchanged(tensors, split, join, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *exchanged(grads, ctx.join, ctx.cut, ctx.group)
+        return None, None, None, *exchanged(grads, ctx.join, ctx.split, ctx.group)
 
 
 # Rules of context parallelism: which models can run on slices of their sequences; pure decisions.
@@ -233,24 +233,24 @@ _WITHOUT = "or use cp 1"
 def check_context(module: nn.Module, layout: Layout, *, own_loss: bool) -> None:
     """Refuse a model that would not compute on slices what it computes on whole sequences; starts nothing.
 
-    `own_loss` says that the model returns its loss. What only shows in a forward pass is refused there.
+    With `own_loss` the model returns its loss. What only shows in a forward pass is refused there.
     """
     if "position_ids" not in inspect.signature(module.forward).parameters:
         raise JobError(
-            f"cp cuts sequences, and {type(module).__name__}.forward takes no position_ids to learn where a slice is",
+            f"cp splits sequences, and {type(module).__name__}.forward takes no position_ids to learn where a slice is",
             code="support.cp-no-position-ids",
             fix=f"take position_ids [1, tokens] and hand them on, {_WITHOUT}",
         )
     for name, child in module.named_modules():
         if isinstance(child, nn.Embedding) and "position" in name and child.padding_idx is not None:
             raise JobError(
-                f"cp cuts sequences, and {name} counts positions from the padding it finds in a whole one",
+                f"cp splits sequences, and {name} counts positions from the padding it finds in a whole one",
                 code="support.cp-positions-from-padding",
                 fix="use cp 1",
             )
         if isinstance(child, ConvolutionBase | nn.RNNBase):
             raise JobError(
-                f"cp cuts sequences, and {name}, a {type(child).__name__}, looks at neighbouring tokens",
+                f"cp splits sequences, and {name}, a {type(child).__name__}, reads neighbouring tokens",
                 code="support.cp-mixes-tokens",
                 fix="use cp 1",
             )
@@ -259,14 +259,14 @@ def check_context(module: nn.Module, layout: Layout, *, own_loss: bool) -> None:
         _check_config(name, config)
     if own_loss and getattr(module, "loss_type", None) != "ForCausalLM":
         raise JobError(
-            f"cp cuts sequences, and {type(module).__name__} computes a loss that is not known to add up over slices",
+            f"cp splits sequences, and {type(module).__name__} computes a loss that is not known to add up over slices",
             code="support.cp-loss-inside-model",
             fix=f"return logits and give sw.losses.token_cross_entropy, {_WITHOUT}",
         )
 
 
 def _configs(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield every config that a module or a part of it holds, once, with the class that holds it."""
+    """Yield every config of a module and its submodules once, with the class that has it."""
     seen: set[int] = set()
     for child in module.modules():
         config = getattr(child, "config", None)
@@ -279,21 +279,21 @@ def _check_heads(name: str, config: Any, layout: Layout) -> None:
     for attribute in _HEADS:
         heads = getattr(config, attribute, None)
         if isinstance(heads, int) and heads % (layout.cp * layout.tp):
-            cut = f"cp={layout.cp}" if layout.tp == 1 else f"cp={layout.cp} x tp={layout.tp}"
+            split = f"cp={layout.cp}" if layout.tp == 1 else f"cp={layout.cp} x tp={layout.tp}"
             valid = [degree for degree in range(1, heads + 1) if heads % (degree * layout.tp) == 0]
             raise PlanError(
-                f"{cut} does not divide the {heads} attention heads of {name}",
+                f"{split} does not divide the {heads} attention heads of {name}",
                 code="plan.cp-heads-not-divisible",
                 fix=f"use cp {' or '.join(map(str, valid))}" if valid else "use another tp",
             )
 
 
 def _check_config(name: str, config: Any) -> None:
-    """Refuse what transformers' configs say of attention that is not plain."""
+    """Refuse configs of transformers whose attention is not plain."""
     kernel = getattr(config, "_attn_implementation", None)
     if kernel not in {None, "sdpa"}:
         raise JobError(
-            f"cp cuts sequences at torch's scaled_dot_product_attention, and {name} attends by {kernel!r}",
+            f"cp splits sequences at torch's scaled_dot_product_attention, and {name} attends by {kernel!r}",
             code="support.cp-without-sdpa",
             fix=f'set attn_implementation="sdpa", {_WITHOUT}',
         )
@@ -303,13 +303,13 @@ def _check_config(name: str, config: Any) -> None:
         kind = ", ".join(sorted(kinds)) or "sliding_window"
         shorter = f"set config.sliding_window = None if sequences are shorter, {_WITHOUT}"
         raise JobError(
-            f"cp cuts sequences, and {name} has layers that do not attend to all tokens ({kind})",
+            f"cp splits sequences, and {name} has layers that do not attend to all tokens ({kind})",
             code="support.cp-partial-attention",
             fix="use cp 1" if kinds else shorter,
         )
     if getattr(config, "output_router_logits", False):
         raise JobError(
-            f"cp cuts sequences, and {name} balances its experts over whole ones",
+            f"cp splits sequences, and {name} balances its experts over whole ones",
             code="support.cp-expert-balancing",
             fix=f"set config.output_router_logits = False, {_WITHOUT}",
         )

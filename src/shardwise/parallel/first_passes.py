@@ -40,7 +40,7 @@ _STEPS = 2
 """A teacher that starts as a copy of its student changes in the second step only."""
 _ROUNDINGS = 64
 """Rounding errors by which writing the same once more may move a value: a norm of 1 is 1 but for those."""
-_PART = 1 << 22
+_CHUNK = 1 << 22
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 Prints = dict[str, tuple[Tensor, int]]
@@ -56,10 +56,10 @@ def watch_forward(stages: Sequence[nn.Module], plan: Plan, optimized: Optimized)
         return
     watch = _VersionWatch(plan, optimized)
     for stage in stages:
-        for name, part in stage.named_modules():
-            is_unit = isinstance(part, FSDPModule)
-            if is_unit or (part is stage and plan.zero < 2):
-                watch.attach(name, part)
+        for name, submodule in stage.named_modules():
+            is_unit = isinstance(submodule, FSDPModule)
+            if is_unit or (submodule is stage and plan.zero < 2):
+                watch.attach(name, submodule)
     watch.end_after_steps(optimized.optimizer)
 
 
@@ -79,14 +79,14 @@ class _VersionWatch:
     def attach(self, name: str, module: nn.Module) -> None:
         """Watch every forward pass of a unit; FSDP2 gathers before the first hook here and frees after the second."""
 
-        def before(part: nn.Module, *_: Any) -> None:
-            if part.training and torch.is_grad_enabled():
-                self._before[name] = _prints(part)
+        def before(submodule: nn.Module, *_: Any) -> None:
+            if submodule.training and torch.is_grad_enabled():
+                self._before[name] = _prints(submodule)
 
-        def after(part: nn.Module, *_: Any) -> None:
+        def after(submodule: nn.Module, *_: Any) -> None:
             first = self._before.pop(name, None)
             if first is not None:
-                self._judge(name, first, _prints(part))
+                self._judge(name, first, _prints(submodule))
 
         self._handles.append(module.register_forward_pre_hook(before))
         self._handles.append(module.register_forward_hook(after, prepend=True))
@@ -165,10 +165,10 @@ def _prints(module: nn.Module) -> Prints:
 
 
 def _sum_and_norm(value: Tensor) -> Tensor:
-    """Return both in fp64, a part at a time: torch casts what it reduces into a copy."""
-    parts = value.reshape(-1).split(_PART)
-    sums = torch.stack([part.sum(dtype=torch.float64) for part in parts])
-    norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts])
+    """Return both in fp64, a chunk at a time: torch casts what it reduces into a copy."""
+    chunks = value.reshape(-1).split(_CHUNK)
+    sums = torch.stack([chunk.sum(dtype=torch.float64) for chunk in chunks])
+    norms = torch.stack([torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in chunks])
     return torch.stack([sums.sum(), torch.linalg.vector_norm(norms)])
 
 
@@ -190,7 +190,7 @@ def _changed(before: Prints, after: Prints, *, roundings: int) -> list[str]:
     return [name for name, same in zip(common, is_same.all(dim=1).tolist(), strict=True) if not same]
 
 
-# Inputs of model-parallel peers: ranks that hold one model together must be fed one batch.
+# Inputs of model-parallel peers: ranks that share one model must be fed one batch.
 #
 # Tensor-parallel ranks add up partial results of the same rows. With different rows, or different labels, each of
 # them trains on a mixture and their replicated parameters drift apart, with no error. The first passes are compared
@@ -198,7 +198,7 @@ def _changed(before: Prints, after: Prints, *, roundings: int) -> list[str]:
 
 
 CHECKED_PASSES = 3
-"""Peers that read different streams differ in the first batch; a few more find those that part after it."""
+"""Peers that read different streams differ in the first batch; a few more find those that diverge after it."""
 
 _CLOSE = 1e-3
 """Gradients of peers may differ by the order of a sum, those of different labels differ by themselves."""
@@ -214,7 +214,7 @@ def refuse_peers(ranks: list[int], what: str, *, code: str, fix: str) -> None:
     """Raise if there are such ranks; called with the same ones on all of their peers."""
     if ranks:
         named = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
-        raise JobError(f"{named} fed {what}, and they hold one model together", code=code, fix=fix)
+        raise JobError(f"{named} fed {what}, and they share one model", code=code, fix=fix)
 
 
 def gathered(mine: Any, group: dist.ProcessGroup) -> list[tuple[int, Any]]:

@@ -24,7 +24,7 @@ _OFF = "--set fused_loss=false"
 
 @dataclass(frozen=True, eq=False)
 class DeferredLogits:
-    """What stands for logits [..., words] that are never whole: the head, and the hidden states it would read.
+    """A placeholder for logits [..., vocabulary] that are never whole: the head, and the hidden states it would read.
 
     Understands what a loss does before cross entropy (rows and tokens are indexed or flattened, the dtype is widened)
     and torch's cross entropy itself; whatever else touches it is refused.
@@ -36,8 +36,8 @@ class DeferredLogits:
     @property
     def shape(self) -> torch.Size:
         """That of the logits."""
-        words: int = self.head.weight.shape[0]  # type: ignore[index, assignment]
-        return torch.Size((*self.hidden.shape[:-1], words))
+        vocabulary: int = self.head.weight.shape[0]  # type: ignore[index, assignment]
+        return torch.Size((*self.hidden.shape[:-1], vocabulary))
 
     @property
     def ndim(self) -> int:
@@ -58,7 +58,7 @@ class DeferredLogits:
         return self
 
     def contiguous(self) -> DeferredLogits:
-        """Return the same: there is nothing to lay out."""
+        """Return the same: there is no memory to reorder."""
         return self
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> DeferredLogits:
@@ -68,7 +68,7 @@ class DeferredLogits:
         return replace(self, hidden=self.hidden.flatten(start_dim, end_dim))
 
     def view(self, *shape: int) -> DeferredLogits:
-        """Return the logits as [-1, words], the one other shape that losses ask for."""
+        """Return the logits as [-1, vocabulary], the one other shape that losses ask for."""
         if shape != (-1, self.shape[-1]):
             raise _touched("view")
         return self.flatten(0, -2)
@@ -88,16 +88,16 @@ class DeferredLogits:
         return logits
 
     def entropy_sum(self, target: Tensor, ignore: int) -> Tensor:
-        """Return the sum of cross entropies of [rows, words]; communicates over the tp axis."""
-        held: Any = self.head.weight
+        """Return the sum of cross entropies of [rows, vocabulary]; communicates over the tp axis."""
+        weight: Any = self.head.weight
         bias: Any = self.head.bias
         return linear_cross_entropy(
             self.hidden,
-            _local(held),
+            _local(weight),
             None if bias is None else _local(bias),
             target,
             ignore=ignore,
-            part=_part(held),
+            shard=_shard(weight),
         )
 
     @classmethod
@@ -119,7 +119,7 @@ class DeferredLogits:
     __hash__ = object.__hash__
 
 
-# DDP and FSDP2 look for tensors in what a model returns, to hook their gradients.
+# DDP and FSDP2 search the output of a model for tensors, to hook their gradients.
 register_pytree_node(
     DeferredLogits,
     lambda deferred: ([deferred.hidden], deferred.head),
@@ -155,25 +155,25 @@ def _cross_entropy(  # noqa: PLR0917 - torch's signature
         raise JobError(
             f"cross entropy gets logits {list(input.shape)} and targets {list(target.shape)}",
             code="loss.logits-targets-mismatch",
-            fix="flatten both to [tokens, words] and [tokens]",
+            fix="flatten both to [tokens, vocabulary] and [tokens]",
         )
     total = input.entropy_sum(target, ignore_index)
     return total if reduction == "sum" else total / (target != ignore_index).sum()
 
 
 def _local(parameter: Tensor) -> Tensor:
-    """Return this rank's words of a parameter, or all where it is whole."""
+    """Return this rank's shard of a parameter, or all of one that is whole."""
     if not isinstance(parameter, DTensor):
         return parameter
     return parameter.to_local(grad_placements=parameter.placements)
 
 
-def _part(weight: Tensor) -> Slice | None:
+def _shard(weight: Tensor) -> Slice | None:
     if not isinstance(weight, DTensor) or weight.placements != (Shard(0),):
         return None
-    mesh, words = weight.device_mesh, weight.shape[0]
-    first = min(words, mesh.get_local_rank() * -(-words // mesh.size()))  # as DTensor chunks: ceil first
-    return Slice(group=mesh.get_group(), first=first, words=words)
+    mesh, size = weight.device_mesh, weight.shape[0]
+    first = min(size, mesh.get_local_rank() * -(-size // mesh.size()))  # as DTensor chunks: ceil first
+    return Slice(group=mesh.get_group(), first=first, vocabulary=size)
 
 
 class _Deferring:
@@ -197,7 +197,7 @@ def fuse_head(module: nn.Module) -> None:
         return  # it lives on another stage
     if isinstance(head.weight, DTensor) and head.weight.placements not in {(Shard(0),), (Replicate(),)}:
         raise JobError(
-            "plan has fused_loss, and a tensor rule cuts the head by its inputs",
+            "plan has fused_loss, and a tensor rule splits the head by its inputs",
             code="support.fused-loss-split-head",
             fix=f'use the rule "column_gathered" for it, or {_OFF}',
         )
@@ -227,7 +227,7 @@ def find_head(module: nn.Module) -> nn.Linear:
 
 def deferring_heads(module: nn.Module) -> list[_Deferring]:
     """Return the forwards of fused heads in a model; empty without fused_loss."""
-    forwards = (part.__dict__.get("forward") for part in module.modules())
+    forwards = (child.__dict__.get("forward") for child in module.modules())
     return [forward for forward in forwards if isinstance(forward, _Deferring)]
 
 

@@ -28,16 +28,16 @@ class GradSync(Protocol):
     """Sums gradients over the ranks that read different samples."""
 
     gain: int
-    """What a loss is multiplied with so that gradients come out as sums: the number of readers where they average."""
+    """What a loss is multiplied with so that gradients come out as sums: dp_size where gradients are averaged."""
 
     def accumulate(self) -> AbstractContextManager[object]:
         """Enter around forward and backward of every micro-batch but the last, which sums as it goes."""
 
-    def hold(self) -> AbstractContextManager[object]:
+    def no_sync(self) -> AbstractContextManager[object]:
         """Enter around a forward and backward in which a missing gradient would leave other ranks waiting."""
 
     def finish_held(self) -> None:
-        """Sum the gradients that `hold` kept back; communicates, on every rank."""
+        """Sum the gradients that `no_sync` kept back; communicates, on every rank."""
 
     def has_gradient(self, parameter: nn.Parameter) -> bool:
         """Whether this rank's own backward reached a parameter; asked after the first step's, before `finish_held`."""
@@ -53,7 +53,7 @@ class GradSync(Protocol):
 
 
 class NoSync:
-    """One reader: its gradient is the whole gradient."""
+    """One data-parallel rank: its gradient is the whole gradient."""
 
     gain = 1
 
@@ -61,7 +61,7 @@ class NoSync:
         """Nothing to keep back."""
         return nullcontext()
 
-    def hold(self) -> AbstractContextManager[object]:
+    def no_sync(self) -> AbstractContextManager[object]:
         """Nothing to keep back."""
         return nullcontext()
 
@@ -84,7 +84,7 @@ class NoSync:
 
 
 class ReplicaSync(NoSync):
-    """DDP averages during the backward it is not told to skip."""
+    """DDP averages during every backward outside of `no_sync`."""
 
     def __init__(self, model: DistributedDataParallel, *, every: bool) -> None:
         """`every` sums after each micro-batch instead of once per step."""
@@ -93,7 +93,7 @@ class ReplicaSync(NoSync):
         self.gain = dist.get_world_size(model.process_group)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._reached: set[int] = set()
-        # Where DDP looks for unused parameters, the others' gradients are in theirs when the first backward ends.
+        # Where DDP searches for unused parameters, the others' gradients are in theirs when the first backward ends.
         watched = self._parameters if model.find_unused_parameters else []
         self._watches = [parameter.register_post_accumulate_grad_hook(self._reach) for parameter in watched]
 
@@ -101,10 +101,10 @@ class ReplicaSync(NoSync):
         """Keep DDP's all-reduce back, unless every micro-batch is to be summed."""
         return nullcontext() if self._every else self._model.no_sync()
 
-    def hold(self) -> AbstractContextManager[object]:
-        """Keep DDP's all-reduce back, unless it looks for unused parameters itself.
+    def no_sync(self) -> AbstractContextManager[object]:
+        """Keep DDP's all-reduce back, unless it searches for unused parameters itself.
 
-        DDP remembers which parameters a held-back backward used, and asks for their gradients in the next one.
+        DDP remembers which parameters a backward without sync used, and asks for their gradients in the next one.
         """
         return nullcontext() if self._model.find_unused_parameters else self._model.no_sync()
 
@@ -187,7 +187,7 @@ class ShardSync(NoSync):
 
 
 class SummedSync(NoSync):
-    """All gradients are summed by us after the last backward: where wrappers cannot (stages, tensor-cut parts)."""
+    """Sums all gradients after the last backward, where wrappers cannot: pipeline stages, tensor-parallel shards."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         self._parameters = parameters
@@ -229,11 +229,11 @@ def sum_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, divisor: in
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's piece of a tensor, which is the tensor itself unless it is cut."""
+    """Return this rank's piece of a tensor, which is the tensor itself unless it is sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-# The norm of the whole gradient, however its pieces are spread: whole, cut, on other stages.
+# The norm of the whole gradient, however its pieces are spread: whole, sharded, on other stages.
 
 
 class GradNorm:
@@ -244,19 +244,19 @@ class GradNorm:
         parameters: Sequence[nn.Parameter],
         *,
         layout: Layout,
-        cut_axes: Sequence[str],
+        sharded_axes: Sequence[str],
         group: dist.ProcessGroup | None,
         device: torch.device,
         copies: Iterable[nn.Parameter] = (),
     ) -> None:
-        """`cut_axes` are those that may cut a parameter; `group` joins the ranks that together hold one model.
+        """`sharded_axes` are those that may shard a parameter; `group` joins the ranks that together have one model.
 
-        None: this rank holds all of it. `copies` are those of `parameters` that another rank of the group counts.
+        None: this rank has all of it. `copies` are those of `parameters` that another rank of the group counts.
         """
         self._parameters = parameters
         self._group = group
-        # A piece that several ranks of the group hold alike counts once: each brings its share of the square.
-        self._shares = [1.0 / _copies(parameter, layout, cut_axes) for parameter in parameters]
+        # A shard that several ranks of the group have counts once: each brings its share of the square.
+        self._shares = [1.0 / _copies(parameter, layout, sharded_axes) for parameter in parameters]
         uncounted = {id(parameter) for parameter in copies}
         for place, parameter in enumerate(parameters):
             if id(parameter) in uncounted:
@@ -292,15 +292,15 @@ class GradNorm:
             multiply_all(pieces, factor.to(pieces[0].device))
 
 
-def _copies(parameter: nn.Parameter, layout: Layout, cut_axes: Sequence[str]) -> int:
-    """How many ranks along the axes that cut parameters hold the same piece of this one."""
-    cut = set()
+def _copies(parameter: nn.Parameter, layout: Layout, sharded_axes: Sequence[str]) -> int:
+    """How many ranks along the axes that shard parameters have the same shard of this one."""
+    sharded = set()
     if isinstance(parameter, DTensor):
         names = parameter.device_mesh.mesh_dim_names or ()
-        cut = {
+        sharded = {
             name for name, placement in zip(names, parameter.placements, strict=True) if not placement.is_replicate()
         }
     number = 1
-    for axis in cut_axes:
-        number *= 1 if axis in cut else int(getattr(layout, axis))
+    for axis in sharded_axes:
+        number *= 1 if axis in sharded else int(getattr(layout, axis))
     return number

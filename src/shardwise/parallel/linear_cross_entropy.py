@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """This rank's part of a vocabulary that is cut over `group`."""
+    """This rank's shard of a vocabulary that is split over `group`."""
 
     group: dist.ProcessGroup
     first: int
-    """The first word of the part."""
-    words: int
-    """Words of the whole vocabulary."""
+    """The first class of the shard."""
+    vocabulary: int
+    """Size of the whole vocabulary."""
 
 
 def linear_cross_entropy(
@@ -39,13 +39,13 @@ def linear_cross_entropy(
     targets: Tensor,
     *,
     ignore: int,
-    part: Slice | None = None,
+    shard: Slice | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """Return the sum of cross entropies of `hidden @ weight.T + bias`; communicates over the group of `part`, if any.
+    """Return the sum of cross entropies of `hidden @ weight.T + bias`; communicates over the group of `shard`, if any.
 
     `hidden` [..., width], `weight` [vocabulary, width], `targets` [...] of which those equal to `ignore` count for
-    nothing; `chunk` is the number of tokens at a time. With `part`, weight and bias are this rank's words, everything
+    nothing; `chunk` is the number of tokens at a time. With `shard`, weight and bias are this rank's rows, everything
     else is equal on all ranks of its group and so is the result. Products run in autocast's dtype, the rest in fp32 or
     wider. Gradients can be asked for once.
     """
@@ -53,7 +53,7 @@ def linear_cross_entropy(
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     rows = hidden.reshape(-1, hidden.shape[-1])
     chunk = chunk or chunk_rows(len(rows), weight.shape[0])
-    options = _Options(dtype=dtype, ignore=ignore, chunk=chunk, part=part)
+    options = _Options(dtype=dtype, ignore=ignore, chunk=chunk, shard=shard)
     total: Tensor = _LinearCrossEntropy.apply(rows, weight, bias, targets.reshape(-1), options)  # type: ignore[no-untyped-call]
     return total
 
@@ -64,7 +64,7 @@ class _Options:
     """Of the products."""
     ignore: int
     chunk: int
-    part: Slice | None
+    shard: Slice | None
 
     @property
     def wide(self) -> torch.dtype:
@@ -117,8 +117,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if gradient is not None:
                     gradients.add(here, gradient, x, own, kept[:, None].to(options.dtype))
                 del gradient  # before the next chunk's logits are made
-        if gradients.hidden is not None and options.part is not None:
-            dist.all_reduce(gradients.hidden, group=options.part.group)
+        if gradients.hidden is not None and options.shard is not None:
+            dist.all_reduce(gradients.hidden, group=options.shard.group)
         ctx.save_for_backward(*gradients.all)
         ctx.dtypes = [None if each is None else each.dtype for each in (hidden, weight, bias)]
         return losses.sum()
@@ -146,14 +146,14 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, wide: torch.dtype) -
 def _losses(
     logits: Tensor, target: Tensor, kept: Tensor, options: _Options, *, trains: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the losses [rows] of one chunk and the gradient of their sum; communicates over a cut vocabulary's group.
+    """Return the losses [rows] of one chunk and the gradient of their sum; communicates over its vocabulary's group.
 
     Rows that are not `kept` have loss 0 and any gradient.
     """
     log_p, place, is_mine = _log_probabilities(logits, target, kept, options)
-    del logits  # nobody else holds them
+    del logits  # nobody else refers to them
     at_target = log_p.gather(1, place)
-    losses = _summed(torch.where(is_mine, at_target, 0), options.part).squeeze(1).neg()
+    losses = _summed(torch.where(is_mine, at_target, 0), options.shard).squeeze(1).neg()
     if not trains:
         return losses, None
     gradient = torch.exp(log_p, out=torch.empty_like(log_p, dtype=options.dtype))
@@ -166,24 +166,24 @@ def _log_probabilities(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities, the column of each target, and whether that is the target's own; both [rows, 1].
 
-    Communicates over the group of a cut vocabulary: targets of other ranks, and ignored ones, point at a column that
+    Communicates over the group of a split vocabulary: targets of other ranks, and ignored ones, point at a column that
     is not theirs.
     """
-    if options.part is None:
+    if options.shard is None:
         return torch.log_softmax(logits, dim=1), torch.where(kept, target, 0)[:, None], kept[:, None]
-    part, place = options.part, target - options.part.first
+    shard, place = options.shard, target - options.shard.first
     inside = (place >= 0) & (place < logits.shape[1])
-    elsewhere = (target >= 0) & (target < part.words) & ~inside  # a target outside the vocabulary still raises
+    elsewhere = (target >= 0) & (target < shard.vocabulary) & ~inside  # a target outside the vocabulary still raises
     largest = logits.amax(dim=1, keepdim=True)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=part.group)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
     logits -= largest
-    logits -= _summed(logits.exp().sum(dim=1, keepdim=True), part).log_()
+    logits -= _summed(logits.exp().sum(dim=1, keepdim=True), shard).log_()
     return logits, torch.where(elsewhere | ~kept, 0, place)[:, None], (kept & inside)[:, None]
 
 
-def _summed(values: Tensor, part: Slice | None) -> Tensor:
-    if part is not None:
-        dist.all_reduce(values, group=part.group)
+def _summed(values: Tensor, shard: Slice | None) -> Tensor:
+    if shard is not None:
+        dist.all_reduce(values, group=shard.group)
     return values
 
 

@@ -14,10 +14,10 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from shardwise.errors import JobError, some_of
 from shardwise.job import Lora
 from shardwise.job.lora import DOWN, PREFIX, UP, WEIGHTS, is_adapter, read_config
-from shardwise.parallel.blueprint import Blueprint, find_units
+from shardwise.parallel.meta_model import MetaModel, find_units
 from shardwise.parallel.skeleton import Write
 from shardwise.parallel.tensor_rules import is_plain_linear, is_transposed
-from shardwise.parallel.weights import DrawnWeights, open_weights
+from shardwise.parallel.weights import InitializedWeights, open_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
     from shardwise.parallel.weights import Weights
 
 
-def adapt_blueprint(blueprint: Blueprint, lora: Lora, *, seed: int) -> Blueprint:
-    """Return the blueprint with adapters in its module, on meta, and the place where their values come from."""
-    if blueprint.weights is None:
+def adapt_meta_model(meta_model: MetaModel, lora: Lora, *, seed: int) -> MetaModel:
+    """Return the meta_model with adapters in its module, on meta, and the place where their values come from."""
+    if meta_model.weights is None:
         raise JobError(
             "adapters go beside weights that are not there yet",
             code="job.lora-without-weights",
             fix="give the job a model function",
         )
-    add_adapters(blueprint.module, lora)
-    weights = AdapterWeights(blueprint.weights, _adapter_values(blueprint.module, lora, seed))
-    return dataclasses.replace(blueprint, weights=weights, units=find_units(blueprint.module))
+    add_adapters(meta_model.module, lora)
+    weights = AdapterWeights(meta_model.weights, _adapter_values(meta_model.module, lora, seed))
+    return dataclasses.replace(meta_model, weights=weights, units=find_units(meta_model.module))
 
 
 class AdapterWeights:
     """Values of adapters from one place, of all other weights from another."""
 
     def __init__(self, base: Weights, adapters: Weights) -> None:
-        self.words = f"{base.words}; adapters {adapters.words}"
+        self.description = f"{base.description}; adapters {adapters.description}"
         self.from_model = base.from_model
         self._base = base
         self._adapters = adapters
@@ -59,7 +59,7 @@ class LoadedAdapters:
     from_model = False
 
     def __init__(self, folder: Path) -> None:
-        self.words = f"read from {folder}"
+        self.description = f"read from {folder}"
         self._values = open_weights(folder / WEIGHTS)
 
     def names(self) -> set[str]:
@@ -84,7 +84,7 @@ def _adapter_values(module: nn.Module, lora: Lora, seed: int) -> Weights:
     """Return where adapters start: drawn by name, so equal on every layout, or loaded."""
     names = [name for name, _ in module.named_parameters() if is_adapter(name)]
     if lora.weights is None:
-        return DrawnWeights({name: _recipe(name, module.get_parameter(name)) for name in names}, seed)
+        return InitializedWeights({name: _recipe(name, module.get_parameter(name)) for name in names}, seed)
     folder = Path(lora.weights)
     saved = read_config(folder)
     for key in ("rank", "alpha"):
@@ -113,7 +113,7 @@ def _recipe(name: str, parameter: nn.Parameter) -> Recipe:
     return (Write("uniform_", (-bound, bound)),)
 
 
-# Adapters: two small linear modules inside the one they stand beside, and how a model gets them.
+# Adapters: two small linear modules inside the one they adapt, and how a model gets them.
 #
 # An adapter is `NAME.lora_A` and `NAME.lora_B`. The names of all other weights stay as they are, so that files and
 # tensor rules fit, and every transform sees plain modules.
@@ -138,7 +138,7 @@ def add_adapters(module: nn.Module, lora: Lora) -> None:
 
 
 def has_adapter(module: nn.Module) -> bool:
-    """Whether an adapter stands beside this module."""
+    """Whether this module has an adapter."""
     return isinstance(module.__dict__.get("lora"), Lora)
 
 
@@ -169,7 +169,9 @@ def _check_target(module: nn.Module, name: str) -> None:
             code="job.lora-target-not-linear",
             fix="name plain Linear modules only",
         )
-    twin = next((other for other, part in module.named_modules() if part is not child and _holds(part, child)), None)
+    twin = next(
+        (name for name, other in module.named_modules() if other is not child and _shares_weight(other, child)), None
+    )
     if twin is not None:
         raise JobError(
             f"Lora targets name {name}, whose weight is also that of {twin}, where an adapter would count for one only",
@@ -190,12 +192,12 @@ def _check_target(module: nn.Module, name: str) -> None:
         )
 
 
-def _holds(part: nn.Module, child: nn.Module) -> bool:
-    return any(parameter is child.weight for parameter in part.parameters(recurse=False))
+def _shares_weight(module: nn.Module, child: nn.Module) -> bool:
+    return any(parameter is child.weight for parameter in module.parameters(recurse=False))
 
 
 def _trained_dtype(module: nn.Module) -> torch.dtype:
-    """Return fp64 for a model in fp64, else fp32: what is trained is never held in less."""
+    """Return fp64 for a model in fp64, else fp32: what is trained never has fewer bits."""
     dtypes = {parameter.dtype for parameter in module.parameters()}
     return torch.float64 if dtypes == {torch.float64} else torch.float32
 

@@ -1,4 +1,4 @@
-"""The optimizer factory's partner: optimizer states cut over ranks (ZeRO-1), or kept on the host (offload)."""
+"""The optimizer factory's partner: optimizer states sharded over ranks (ZeRO-1), or kept on the host (offload)."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ class Optimized:
     """Settings of each group as the factory made them: what differs later, the optimizer has changed."""
 
     def __post_init__(self) -> None:
-        first = tuple({key: value for key, value in group.items() if key != "params"} for group in self.param_groups)
-        object.__setattr__(self, "first_settings", first)
+        first = [dict(group) for group in self.param_groups]
+        for settings in first:
+            settings.pop("params", None)
+        object.__setattr__(self, "first_settings", tuple(first))
 
     @property
     def kind(self) -> str:
@@ -81,36 +83,32 @@ def make_optimizer(
         if shard_mesh is not None and is_plain and parameter.ndim:
             pieces[name] = _Piece(parameter, shard_mesh, on_host=on_host)
         elif replica_mesh is not None and is_plain:
-            pieces[name] = _Piece(parameter, replica_mesh, on_host=on_host, is_cut=False)
+            pieces[name] = _Piece(parameter, replica_mesh, on_host=on_host, is_sharded=False)
         elif shard_mesh is not None or on_host:
             pieces[name] = _Piece(parameter, None, on_host=on_host)
-    if not pieces:
-        optimizer = factory(named)
-        _check(optimizer)
-        return Optimized(optimizer=optimizer, named=named)
     owned = [(name, pieces[name].owned if name in pieces else parameter) for name, parameter in named]
     optimizer = factory(owned)
-    _check(optimizer)
+    check_optimizer(optimizer)
+    check_sharded_updates(optimizer)
+    if not pieces:
+        return Optimized(optimizer=optimizer, named=named)
     bridge = _Bridge(list(pieces.values()), shard_mesh)
     bridge.attach(optimizer)
     return Optimized(optimizer=optimizer, named=owned, refresh=bridge.refresh)
 
 
-def _check(optimizer: Optimizer) -> None:
-    check_optimizer(optimizer)
-    check_sharded_updates(optimizer)
-
-
 class _Piece:
     """This rank's rows of one parameter, as the optimizer sees them."""
 
-    def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh | None, *, on_host: bool, is_cut: bool = True) -> None:
-        """With a `mesh` the optimizer sees a DTensor on it, of this rank's rows, or unless `is_cut` of the whole."""
+    def __init__(
+        self, parameter: nn.Parameter, mesh: DeviceMesh | None, *, on_host: bool, is_sharded: bool = True
+    ) -> None:
+        """With a `mesh` the optimizer sees a DTensor on it, of this rank's rows or, unless `is_sharded`, whole."""
         self.parameter = parameter
-        self.is_cut = mesh is not None and is_cut
+        self.is_sharded = mesh is not None and is_sharded
         self.on_host = on_host
         self.rows = parameter.shape[0] if parameter.ndim else 0
-        size, place = (mesh.size(), mesh.get_local_rank()) if mesh is not None and is_cut else (1, 0)
+        size, place = (mesh.size(), mesh.get_local_rank()) if mesh is not None and is_sharded else (1, 0)
         self.rows_per_rank = -(-self.rows // size)
         self.first = min(self.rows, place * self.rows_per_rank)
         self.num_rows = min(self.rows, self.first + self.rows_per_rank) - self.first
@@ -119,7 +117,7 @@ class _Piece:
         wrapped: Tensor = owned
         if mesh is not None:
             home = mesh if not on_host else host_mesh(mesh)
-            placements = [Shard(0)] if is_cut else [Replicate()] * mesh.ndim
+            placements = [Shard(0)] if is_sharded else [Replicate()] * mesh.ndim
             wrapped = DTensor.from_local(
                 owned, home, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
             )
@@ -137,7 +135,7 @@ class _Piece:
 
     def mine(self, whole: Tensor) -> Tensor:
         """Return this rank's rows of a tensor shaped like the parameter, as a view."""
-        return whole.narrow(0, self.first, self.num_rows) if self.is_cut else whole
+        return whole.narrow(0, self.first, self.num_rows) if self.is_sharded else whole
 
     def take_values(self) -> None:
         """Copy the parameter's rows into the optimizer's, where they are not the same memory."""
@@ -197,9 +195,9 @@ class _Bridge:
             piece.give_back()
         if self._group is None:
             return
-        cut = {id(piece.parameter): piece for piece in self._pieces if piece.is_cut}
-        for bucket in in_buckets(piece.parameter for piece in cut.values()):
-            _gather_rows([cut[id(parameter)] for parameter in bucket], self._group)
+        sharded = {id(piece.parameter): piece for piece in self._pieces if piece.is_sharded}
+        for bucket in in_buckets(piece.parameter for piece in sharded.values()):
+            _gather_rows([sharded[id(parameter)] for parameter in bucket], self._group)
 
 
 def _gather_rows(pieces: Sequence[_Piece], group: dist.ProcessGroup) -> None:

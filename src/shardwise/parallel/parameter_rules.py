@@ -82,8 +82,8 @@ def check_dense(module: nn.Module) -> None:
                 code="model.complex-parameter",
                 fix="keep it as real numbers (torch.view_as_real) and use torch.view_as_complex in forward",
             )
-    for name, part in module.named_modules():
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, nn.Embedding | nn.EmbeddingBag) and submodule.sparse:
             raise JobError(
                 f"{name} has sparse = True, and gradients are dense here",
                 code="model.sparse-gradients",
@@ -160,10 +160,10 @@ def without_gradient(
     return {rank: names for rank, names in enumerate(everyone) if names}
 
 
-# Which optimizers a plan can run: found by trying, since a class does not say whether it looks at whole tensors.
+# Which optimizers a plan can run: found by trying, since a class does not declare whether it reads whole tensors.
 #
 # An update that treats every element by itself (Adam, SGD) gives the same numbers on a shard as on the whole
-# parameter. One that looks at the whole tensor (Adafactor's row means, Muon's orthogonalization) does so only as
+# parameter. One that reads the whole tensor (Adafactor's row means, Muon's orthogonalization) does so only as
 # far as DTensor's operators bring the shards together for it, in the same arithmetic. So a copy of the job's own
 # optimizer takes a few steps on small tensors, whole and sharded as the parameters are: where the results differ,
 # or the operators are not there, the plan is refused by the optimizer's name. This reaches any user's optimizer.
@@ -200,13 +200,12 @@ def check_optimizer(optimizer: Optimizer) -> None:
 def check_sharded_updates(optimizer: Optimizer) -> None:
     """Refuse an optimizer that gives other updates on shards than on whole parameters; called on every rank.
 
-    Communicates as far as the optimizer's own operators do, over the meshes of sharded parameters; each rank looks at
+    Communicates as far as the optimizer's own operators do, over the meshes of sharded parameters; each rank tries
     its own shards.
     """
-    sharded = [[each for each in group["params"] if isinstance(each, DTensor)] for group in optimizer.param_groups]
-    if not any(sharded):
+    samples = [_samples(group["params"]) for group in optimizer.param_groups]
+    if not any(samples):
         return
-    samples = [_samples(parameters) for parameters in sharded]
     state = torch.get_rng_state()
     try:
         expected = _try(optimizer, samples, lambda whole, _: whole)
@@ -241,11 +240,12 @@ def trial_shape(parameter: Tensor) -> list[int]:
     return [min(size, _LARGEST) for size in parameter.shape]
 
 
-def _samples(parameters: Sequence[DTensor]) -> list[DTensor]:
-    """Return one parameter of each number of dimensions and placement."""
+def _samples(parameters: Sequence[Tensor]) -> list[DTensor]:
+    """Return one sharded parameter of each number of dimensions and placement."""
     found: dict[Any, DTensor] = {}
     for parameter in parameters:
-        found.setdefault((parameter.ndim, tuple(parameter.placements)), parameter)
+        if isinstance(parameter, DTensor):
+            found.setdefault((parameter.ndim, tuple(parameter.placements)), parameter)
     return list(found.values())[:_PER_GROUP]
 
 
@@ -299,33 +299,33 @@ def _differ(update: Tensor, whole: Tensor, like: DTensor) -> bool:
     return not float((found - expected).abs().max()) <= allowed  # also true of NaN
 
 
-# Which dtypes a plan can hold weights in: mixes that no wrapper takes are refused by name, before any is wrapped.
+# Which dtypes of weights a plan can have: mixes that no wrapper takes are refused by name, before any is wrapped.
 
 
 def check_dtypes(module: nn.Module, plan: Plan, *, adapted: bool) -> None:
     """Refuse weights that no wrapper takes together, by name, before any is wrapped.
 
-    What is trained must be in the dtype that the plan holds parameters in, wherever that is relied on: beside adapters
+    What is trained must be in the dtype of the plan's parameters, wherever that is relied on: beside adapters
     and in FSDP2. Weights frozen beside adapters may also be in the dtype that the plan computes in.
     """
-    held, computed = DTYPES[plan.precision.parameter], DTYPES[plan.precision.compute]
+    stored, computed = DTYPES[plan.precision.parameter], DTYPES[plan.precision.compute]
     named = [(name, weight) for name, weight in module.named_parameters() if weight.is_floating_point()]
-    trained = [f"{name} ({_word(each)})" for name, each in named if each.requires_grad and each.dtype != held]
+    trained = [f"{name} ({_dtype_name(each)})" for name, each in named if each.requires_grad and each.dtype != stored]
     if trained and (adapted or (plan.zero >= 2 and engine_named(plan.engine).uses_fsdp)):
         raise JobError(
-            f"{some_of(trained)} with requires_grad, where the plan holds what it trains in {plan.precision.parameter}",
+            f"{some_of(trained)} with requires_grad, where the plan trains parameters in {plan.precision.parameter}",
             code="model.trained-dtype-mismatch",
             fix=f"freeze them, or make them {plan.precision.parameter}, as by model.float()",
         )
-    frozen = [f"{name} ({_word(each)})" for name, each in named if each.dtype not in {held, computed}]
+    frozen = [f"{name} ({_dtype_name(each)})" for name, each in named if each.dtype not in {stored, computed}]
     if frozen and adapted:
         raise JobError(
-            f"{some_of(frozen)} beside adapters, where the plan holds {plan.precision.parameter}"
+            f"{some_of(frozen)} beside adapters, where the plan's parameters are {plan.precision.parameter}"
             f" and computes in {plan.precision.compute}",
             code="model.frozen-dtype-mismatch",
             fix=f"make the model {plan.precision.parameter}, or --set precision=bf16 for a bf16 one",
         )
 
 
-def _word(tensor: Tensor) -> str:
+def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from shardwise.errors import InputError, JobError
 from shardwise.parallel.recompute import find_blocks
 from shardwise.parallel.tensor_rules import (
-    can_cut_vocabulary,
+    can_split_vocabulary,
     check_tensor,
     counts_heads,
     divide_heads,
     find_rules,
     is_plain_linear,
     matches,
+    matches_any,
 )
 from shardwise.torch_private.dispatch import tree_leaves, tree_map_only
 
@@ -33,7 +34,7 @@ Rules = dict[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class ProposedSplit:
-    """One part of a model that can be cut, and the ways to do so, best first."""
+    """One pair or table of a model that can be split, and the ways to do so, best first."""
 
     name: str
     """Pattern of the module that ends it."""
@@ -43,27 +44,29 @@ class ProposedSplit:
 def propose_rules(
     module: nn.Module, example: Callable[[nn.Module], Any] | None = None, *, degree: int = 2
 ) -> dict[str, str]:
-    """Return name pattern -> style for a model without rules; empty if nothing in it can be cut.
+    """Return name pattern -> style for a model without rules; empty if nothing in it can be split.
 
     `example` runs a module on a small batch on the CPU (lambda model: model(**batch)); None takes the dummy inputs that
     models of transformers bring. The module is left alone and may be on the meta device, its buffers real. What is
     returned fits tp=degree and keeps every activation of a run; only a parity run shows that gradients are kept, too.
     """
-    return merged(cut.ways[0] for cut in propose_cuts(module, example, degree=degree))
+    return merged(split.ways[0] for split in propose_splits(module, example, degree=degree))
 
 
-def propose_cuts(
+def propose_splits(
     module: nn.Module, example: Callable[[nn.Module], Any] | None = None, *, degree: int = 2
 ) -> tuple[ProposedSplit, ...]:
-    """Return the parts that can be cut, each with its ways; as `propose_rules`, which takes the best of each."""
-    stand = Stand(module, example or _dummy_run(module))
-    pairs = _find_pairs(stand)
-    cuts = [ProposedSplit(name=pair.row, ways=tuple(_ways(stand, pair, degree))) for pair in pairs]
-    cuts.append(ProposedSplit(name="vocabulary", ways=tuple(_vocabulary(stand, pairs))))
-    fitting = [
-        ProposedSplit(name=cut.name, ways=tuple(way for way in cut.ways if _fits(module, way, degree))) for cut in cuts
-    ]
-    return tuple(cut for cut in fitting if cut.ways)
+    """Return what can be split, each with its ways; as `propose_rules`, which takes the best of each."""
+    traced = FlowTrace(module, example or _dummy_run(module))
+    pairs = _find_pairs(traced)
+    splits = [ProposedSplit(name=pair.row, ways=tuple(_ways(traced, pair, degree))) for pair in pairs]
+    splits.append(ProposedSplit(name="vocabulary", ways=tuple(_vocabulary(traced, pairs))))
+    fitting = []
+    for split in splits:
+        ways = tuple(way for way in split.ways if _fits(module, way, degree))
+        if ways:
+            fitting.append(ProposedSplit(name=split.name, ways=ways))
+    return tuple(fitting)
 
 
 def merged(ways: Iterable[Rules]) -> Rules:
@@ -73,7 +76,7 @@ def merged(ways: Iterable[Rules]) -> Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pair:
-    """Patterns of linear modules whose outputs meet in one row module."""
+    """Patterns of linear modules whose outputs one row module reads."""
 
     columns: tuple[str, ...]
     row: str
@@ -81,61 +84,61 @@ class _Pair:
     """Nothing else reads what the columns hand out, and nothing else enters the row."""
 
 
-def _find_pairs(stand: Stand) -> list[_Pair]:
+def _find_pairs(traced: FlowTrace) -> list[_Pair]:
     """Pair linears, in the order in which they ran; none is in two pairs, and no pair reaches over two blocks."""
-    linears = stand.linears()
-    blocks = list(find_blocks(stand.model))
+    linears = traced.linears()
+    blocks = list(find_blocks(traced.model))
     found: dict[str, _Pair | None] = {}
     roles: dict[str, str] = {}
     for name in linears:
-        sources = stand.flow.sources[name]
+        sources = traced.flow.sources[name]
         above = [source for source in linears if source in sources]
         if not above or len({_block_of(each, blocks) for each in (*above, name)}) > 1:
             continue
-        columns = tuple(dict.fromkeys(pattern_of(stand.model, each) for each in above))
-        row = pattern_of(stand.model, name)
+        columns = tuple(dict.fromkeys(pattern_of(traced.model, each) for each in above))
+        row = pattern_of(traced.model, name)
         if roles.get(row) == "column" or any(roles.get(column) == "row" for column in columns) or row in columns:
             continue
         roles |= dict.fromkeys(columns, "column") | {row: "row"}
-        closed = sources <= linears.keys() and all(stand.flow.readers(each) == {name} for each in above)
+        closed = sources <= linears.keys() and all(traced.flow.consumers(each) == {name} for each in above)
         before = found.get(row, _Pair(columns=columns, row=row, closed=closed))
         alike = before is not None and before.columns == columns
         found[row] = _Pair(columns=columns, row=row, closed=closed and before.closed) if before and alike else None
     return [pair for pair in found.values() if pair is not None]
 
 
-def _ways(stand: Stand, pair: _Pair, degree: int) -> Iterator[Rules]:
-    """Yield rules for one pair: cut all the way if that was seen to work, else weights cut and activations whole."""
-    columns = [name for name in stand.linears() if any(matches(pattern, name) for pattern in pair.columns)]
-    rows = [name for name in stand.linears() if matches(pair.row, name)]
+def _ways(traced: FlowTrace, pair: _Pair, degree: int) -> Iterator[Rules]:
+    """Yield rules for one pair: activations split too if that was seen to work, else weights alone."""
+    columns = [name for name in traced.linears() if matches_any(pair.columns, name)]
+    rows = [name for name in traced.linears() if matches(pair.row, name)]
     rules = dict.fromkeys(pair.columns, "column") | {pair.row: "row"}
     if pair.closed:
         owner = _common_parent(pair.columns)
-        owners = [name for name, child in stand.model.named_modules() if matches(owner, name) and counts_heads(child)]
-        if stand.survives(columns, rows, degree):
+        owners = [name for name, child in traced.model.named_modules() if matches(owner, name) and counts_heads(child)]
+        if traced.survives(columns, rows, degree):
             yield rules
-        elif owners and stand.survives(columns, rows, degree, heads=owners):
+        elif owners and traced.survives(columns, rows, degree, heads=owners):
             yield rules | {owner: "heads"}
     yield dict.fromkeys(pair.columns, "column_gathered") | {pair.row: "row_split"}
 
 
-def _vocabulary(stand: Stand, pairs: list[_Pair]) -> Iterator[Rules]:
+def _vocabulary(traced: FlowTrace, pairs: list[_Pair]) -> Iterator[Rules]:
     """Yield rules for the largest embedding and the head: those outside blocks, whose output the model returns."""
-    blocks = find_blocks(stand.model)
+    blocks = find_blocks(traced.model)
     taken = {pattern for pair in pairs for pattern in (*pair.columns, pair.row)}
     outside: dict[str, Any] = {
-        name: stand.model.get_submodule(name)
-        for name in stand.flow.sources
+        name: traced.model.get_submodule(name)
+        for name in traced.flow.sources
         if name != OUTPUT and not _block_of(name, blocks) and name not in taken
     }
     heads = {
         name: child
         for name, child in outside.items()
         if is_plain_linear(child)
-        and stand.flow.readers(name) == {OUTPUT}
+        and traced.flow.consumers(name) == {OUTPUT}
         and child.weight.shape[0] >= child.weight.shape[1]
     }
-    vocab = dict.fromkeys(_tables(stand.model, outside, heads), "vocab")
+    vocab = dict.fromkeys(_tables(traced.model, outside, heads), "vocab")
     rules = vocab | dict.fromkeys(heads, "column_gathered")
     if rules:
         yield rules
@@ -145,12 +148,12 @@ def _vocabulary(stand: Stand, pairs: list[_Pair]) -> Iterator[Rules]:
 
 
 def _tables(model: nn.Module, outside: dict[str, Any], heads: dict[str, Any]) -> list[str]:
-    """Names of the embeddings to cut: those tied to a head, else the largest, with all that share its weight."""
-    # Positions are as a rule few and read one after the other: to cut them saves nothing.
-    tables = [child for name, child in outside.items() if can_cut_vocabulary(child) and "posit" not in name]
+    """Names of the embeddings to split: those tied to a head, else the largest, with all that share its weight."""
+    # Positions are as a rule few and read one after the other: to split them saves nothing.
+    tables = [child for name, child in outside.items() if can_split_vocabulary(child) and "posit" not in name]
     tied = {id(head.weight) for head in heads.values()} & {id(table.weight) for table in tables}
     largest = {id(table.weight) for table in sorted(tables, key=lambda table: table.num_embeddings)[-1:]}
-    named = [(name, child) for name, child in model.named_modules() if can_cut_vocabulary(child)]
+    named = [(name, child) for name, child in model.named_modules() if can_split_vocabulary(child)]
     return [name for name, child in named if id(child.weight) in (tied or largest)]
 
 
@@ -163,13 +166,13 @@ def _fits(module: nn.Module, rules: Rules, degree: int) -> bool:
 
 
 def pattern_of(model: nn.Module, name: str) -> str:
-    """Return a name with a star for every number that counts modules with parts of their own, such as blocks."""
-    parts = name.split(".")
-    for depth, part in enumerate(parts, 1):
+    """Return a name with a star for every number that counts modules with submodules, such as blocks."""
+    components = name.split(".")
+    for depth, component in enumerate(components, 1):
         child = model.get_submodule(".".join(name.split(".")[:depth]))
-        if part.isdigit() and next(child.children(), None) is not None:
-            parts[depth - 1] = "*"
-    return ".".join(parts)
+        if component.isdigit() and next(child.children(), None) is not None:
+            components[depth - 1] = "*"
+    return ".".join(components)
 
 
 def _block_of(name: str, blocks: Iterable[str]) -> str:
@@ -177,7 +180,7 @@ def _block_of(name: str, blocks: Iterable[str]) -> str:
 
 
 def _common_parent(patterns: Iterable[str]) -> str:
-    """Return the pattern of the module that holds all of them."""
+    """Return the pattern of the module that contains all of them."""
     shared: list[str] = []
     for level in zip(*(pattern.split(".")[:-1] for pattern in patterns), strict=False):
         if len(set(level)) > 1:
@@ -197,11 +200,11 @@ def _dummy_run(module: nn.Module) -> Callable[[nn.Module], Any]:
     return lambda model: model(**dummy)
 
 
-# How activations flow between the modules of a model, seen in one run of a copy, and a rehearsal of cutting them.
+# How activations flow between the modules of a model, seen in one run of a copy, and a rehearsal of splitting them.
 
 
 OUTPUT = "(output)"
-"""Stands for what the model returns, among the readers of a module."""
+"""What the model returns, among the consumers of a module."""
 PARAMETER = "(parameter)"
 """Stands for a parameter that is used outside the module that owns it alone, among the sources of a module."""
 
@@ -216,12 +219,12 @@ class Flow:
     sources: Mapping[str, frozenset[str]]
     """Module name -> names of those whose outputs reach its input, in the order in which modules ran."""
 
-    def readers(self, name: str) -> frozenset[str]:
+    def consumers(self, name: str) -> frozenset[str]:
         """Names of the modules that read a module's output."""
-        return frozenset(reader for reader, sources in self.sources.items() if name in sources)
+        return frozenset(consumer for consumer, sources in self.sources.items() if name in sources)
 
 
-class Stand:
+class FlowTrace:
     """A copy of a model with random weights, to run on an example as often as wanted; the model is left alone."""
 
     def __init__(self, module: nn.Module, example: Callable[[nn.Module], Any]) -> None:
@@ -231,24 +234,24 @@ class Stand:
         self.flow = self._trace()
 
     def linears(self) -> dict[str, nn.Module]:
-        """Modules that ran and that a rule may cut, by name, in the order in which they ran."""
+        """Modules that ran and that a rule may split, by name, in the order in which they ran."""
         modules = dict(self.model.named_modules())
         ran = [(name, modules[name]) for name in self.flow.sources if name in modules]
         return {name: child for name, child in ran if is_plain_linear(child)}
 
     def survives(self, columns: Iterable[str], rows: Iterable[str], degree: int, *, heads: Iterable[str] = ()) -> bool:
-        """Whether each row module gets its part of what it got before, when the column modules hand out theirs.
+        """Whether each row module gets its shard of what it got before, when the column modules return theirs.
 
-        `heads` are modules that are told to count the heads of one rank only.
+        `heads` are modules that count the heads of one rank only.
         """
         columns, rows, heads = list(columns), list(rows), list(heads)
-        return all(self._survives(columns, rows, degree, part, heads) for part in range(degree))
+        return all(self._survives(columns, rows, degree, rank, heads) for rank in range(degree))
 
-    def _survives(self, columns: list[str], rows: list[str], degree: int, part: int, heads: list[str]) -> bool:
-        cut = _Rehearsal(self._given, degree, part)
+    def _survives(self, columns: list[str], rows: list[str], degree: int, rank: int, heads: list[str]) -> bool:
+        split = _Rehearsal(self._given, degree, rank)
         modules = {name: self.model.get_submodule(name) for name in (*columns, *rows, *heads)}
-        hooks = [modules[name].register_forward_hook(cut.hand_out_part) for name in columns]
-        hooks += [modules[name].register_forward_pre_hook(cut.checker(name), with_kwargs=True) for name in rows]
+        hooks = [modules[name].register_forward_hook(split.return_shard) for name in columns]
+        hooks += [modules[name].register_forward_pre_hook(split.checker(name), with_kwargs=True) for name in rows]
         kept = {name: dict(vars(modules[name])) for name in heads}
         try:
             for name in heads:
@@ -261,7 +264,7 @@ class Stand:
                 hook.remove()
             for name, attributes in kept.items():
                 vars(modules[name]).update(attributes)
-        return cut.held and all(cut.turns[name] == len(self._given[name]) for name in rows)
+        return split.is_exact and all(split.turns[name] == len(self._given[name]) for name in rows)
 
     def _trace(self) -> Flow:
         """Run the model with every module's output severed from what made it, and see where outputs arrive."""
@@ -274,7 +277,7 @@ class Stand:
             sources.setdefault(name, set()).update(_arriving(given, owners))
             self._given.setdefault(name, []).extend(tensor.detach().clone() for tensor in given[:1])
 
-            def cut(tensor: Tensor) -> Tensor:
+            def split(tensor: Tensor) -> Tensor:
                 if not tensor.is_floating_point():
                     return tensor
                 leaf = tensor.detach().requires_grad_()
@@ -282,7 +285,7 @@ class Stand:
                 alive.append(leaf)
                 return leaf.clone()  # models may write into what they get
 
-            return tree_map_only(Tensor, cut, output)
+            return tree_map_only(Tensor, split, output)
 
         with _hooked(self.model, sever), torch.enable_grad():
             try:
@@ -300,25 +303,25 @@ class Stand:
 
 @dataclass
 class _Rehearsal:
-    """One run in which column modules hand out one part; rows check what arrives and go on with the whole."""
+    """One run in which column modules return one shard; rows check what arrives and continue with the whole."""
 
     given: Mapping[str, list[Tensor]]
     degree: int
-    part: int
-    held: bool = True
+    rank: int
+    is_exact: bool = True
     turns: Counter[str] = field(default_factory=Counter)
     """How often each row module ran."""
 
-    def hand_out_part(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-        return output.chunk(self.degree, -1)[self.part].clone()  # models may write into what they get
+    def return_shard(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        return output.chunk(self.degree, -1)[self.rank].clone()  # models may write into what they get
 
     def checker(self, name: str) -> Callable[..., Any]:
         def check(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             whole = self.given[name][self.turns[name]]
             self.turns[name] += 1
-            wanted, (found,) = whole.chunk(self.degree, -1)[self.part], _floats((args, kwargs))
+            wanted, (found,) = whole.chunk(self.degree, -1)[self.rank], _floats((args, kwargs))
             same = found.shape == wanted.shape and bool((found - wanted).abs().max() <= _CLOSE * wanted.abs().max())
-            self.held = self.held and same
+            self.is_exact = self.is_exact and same
             return (whole,), {}
 
         return check
@@ -358,7 +361,7 @@ def _floats(values: Any) -> list[Tensor]:
 
 
 def _arriving(tensors: Iterable[Tensor], owners: Mapping[int, str]) -> set[str]:
-    """Walk back from tensors through autograd's graph to the leaves, and say whose outputs they are."""
+    """Walk back from tensors through autograd's graph to the leaves, and name the modules whose outputs they are."""
     found: set[str] = set()
     seen: set[Any] = set()
     waiting = [tensor.grad_fn for tensor in tensors]

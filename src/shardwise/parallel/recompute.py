@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise.parallel.batch_norm import batch_norms
-from shardwise.parallel.keyed_masks import BlockMasks
+from shardwise.parallel.counter_dropout import BlockDropout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -33,17 +33,17 @@ _KEPT = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-"""Operators whose results are dear to make: "selective" keeps these and makes norms, activations and sums anew."""
+"""Operators with expensive results: "selective" keeps these and recomputes norms, activations and sums."""
 
 
 def recompute_block(block: nn.Module, *, selective: bool) -> None:
-    """Have `block` forget its activations after forward; everything, or all but the results of dear operators."""
+    """Have `block` forget its activations after forward; everything, or all but the results of expensive operators."""
     # The block's own forward is replaced, not the block: names of parameters stay as they are.
-    contexts = partial(_contexts, BlockMasks(block), list(batch_norms(block)), selective=selective)
+    contexts = partial(_contexts, BlockDropout(block), list(batch_norms(block)), selective=selective)
     block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
 
 
-def _contexts(masks: BlockMasks, norms: list[BatchNorm], *, selective: bool) -> Contexts:
+def _contexts(masks: BlockDropout, norms: list[BatchNorm], *, selective: bool) -> Contexts:
     """Return what surrounds forward, and what surrounds its repetition; called when forward begins."""
     first, again = create_selective_checkpoint_contexts(_policy) if selective else (nullcontext(), nullcontext())
     # Wrapped even when there is nothing to put back: what `again` keeps is let go when it ends, not with the graph.
@@ -93,8 +93,8 @@ def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost repeated blocks by name, in the order of the module; a model may have none.
 
     A block is an entry of a ModuleList, or one of several of a class in a Sequential, that has parameters and
-    parts of its own: a single Linear is too small to be worth a collective. A module without a forward (a ModuleDict)
-    only holds parts that others call: the blocks are in it.
+    submodules: a single Linear is too small to be worth a collective. A module without a forward (a ModuleDict)
+    only groups modules that others call: the blocks are in it.
     """
     blocks: dict[str, nn.Module] = {}
     _collect(module, "", blocks)
@@ -113,8 +113,8 @@ def _collect(module: nn.Module, prefix: str, blocks: dict[str, nn.Module]) -> No
 
 
 def _is_block(module: nn.Module) -> bool:
-    has_parts = next(module.children(), None) is not None
-    # A Linear with an adapter has parts, and is as small as without.
+    has_children = next(module.children(), None) is not None
+    # A Linear with an adapter has children, and is as small as without.
     is_called = getattr(type(module), "forward", nn.Module.forward) is not nn.Module.forward
     is_small = isinstance(module, (*_LISTS, nn.Linear))
-    return has_parts and is_called and not is_small and next(module.parameters(), None) is not None
+    return has_children and is_called and not is_small and next(module.parameters(), None) is not None

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def replicate(
     module: nn.Module, group: dist.ProcessGroup, device: torch.device, options: Communication
 ) -> DistributedDataParallel:
-    """Wrap `module` in DDP over `group`; called on every rank of it, which then all hold rank 0's weights."""
+    """Wrap `module` in DDP over `group`; called on every rank of it, which then all have rank 0's weights."""
     on_gpu = device.type == "cuda"
     # torch 2.13 renamed the argument; the old name warns there, the new one is unknown before.
     parameters = inspect.signature(DistributedDataParallel).parameters
@@ -56,7 +56,7 @@ _POWERSGD_START = 10
 
 
 def compress(model: DistributedDataParallel, options: Communication) -> None:
-    """Have DDP send its buckets as the plan says; called on every rank."""
+    """Have DDP send its buckets as the plan asks; called on every rank."""
     if dist.get_backend(model.process_group) == "fake":
         model.register_comm_hook(None, _unchanged_hook)  # DDP asserts on the fake group's own all-reduce
     elif options.compression in _HALF:
@@ -105,7 +105,7 @@ def _powersgd_hook(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN0
 
 
 class OuterSync:
-    """Local SGD and DiLoCo: gradients are summed within a replica only; at the end of a round replicas meet.
+    """Local SGD and DiLoCo: gradients are summed within a replica only; replicas synchronize at the end of a round.
 
     There the outer optimizer, Nesterov's SGD, takes the mean over replicas of how far each went from the anchor, the
     weights they all began the round with, for its gradient; all go on from where it moves the anchor. Anchor and
@@ -122,9 +122,9 @@ class OuterSync:
         options: Communication,
         ends_round: Callable[[int], bool],
     ) -> None:
-        """`inner` sums within a replica; `group` joins the ranks that hold the same piece of every replica.
+        """`inner` sums within a replica; `group` joins the ranks that have the same shard of every replica.
 
-        `statistics` are averaged when replicas meet; `ends_round` says whether they do after so many steps.
+        `statistics` are averaged when replicas synchronize; `ends_round` returns whether they do after a step.
         """
         self._inner = inner
         self._group = group
@@ -148,9 +148,9 @@ class OuterSync:
         """Keep back what is summed within a replica."""
         return self._inner.accumulate()
 
-    def hold(self) -> AbstractContextManager[object]:
+    def no_sync(self) -> AbstractContextManager[object]:
         """Keep back what is summed within a replica."""
-        return self._inner.hold()
+        return self._inner.no_sync()
 
     def finish_held(self) -> None:
         """Sum within the replica what was kept back."""
@@ -202,12 +202,14 @@ def by_rounds(
     place: MeshContext,
     ends_round: Callable[[int], bool],
 ) -> GradSync:
-    """Return the sync of a plan whose replicas meet after rounds of steps; `inner` where they meet in every step."""
+    """Return the sync of a plan whose replicas synchronize after rounds of steps; else `inner`."""
     mesh = place.axis("replicate")
     if plan.communication.sync_every == 1 or mesh is None:
         return inner
-    norms = [module for module in model.modules() if isinstance(module, NormBase)]
-    statistics = [buffer for norm in norms for buffer in norm.buffers() if buffer.is_floating_point()]
+    statistics: list[Tensor] = []
+    for module in model.modules():
+        if isinstance(module, NormBase):
+            statistics += [buffer for buffer in module.buffers() if buffer.is_floating_point()]
     return OuterSync(inner, named, statistics, mesh.get_group(), options=plan.communication, ends_round=ends_round)
 
 

@@ -31,7 +31,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, **LOWER}
 
 
 def shard_unit(module: nn.Module, plan: Plan, mesh: DeviceMesh, *, keep: bool = False) -> None:
-    """Cut the parameters of one unit that are not yet cut; called on every rank of `mesh`, inner units first.
+    """Shard the parameters of one unit that are not yet sharded; called on every rank of `mesh`, inner units first.
 
     On a mesh of two axes the first replicates and the second shards (HSDP). With `keep` they stay gathered from
     forward to backward; of the root unit, which backward needs first, that costs no memory.
@@ -172,7 +172,7 @@ def _trainable(unit: Any) -> list[Any]:
 
 
 _MIXED = "mixed torch.Tensor and DTensor"
-"""What torch says of an operation on a whole tensor and a shard."""
+"""torch's message for an operation on a whole tensor and a shard."""
 
 
 @contextmanager
@@ -245,7 +245,7 @@ class _UnitCall(NamedTuple):
     """A call of a unit."""
 
     unit: int
-    """Its place among the units as the model lists them; their number stands for the end of a pass."""
+    """Its index among the units as the model lists them; their number marks the end of a pass."""
     has_gradient: bool
     """Whether the unit's input has one. FSDP2 reduces the unit when that is there; without one, when backward ends."""
 

@@ -1,4 +1,4 @@
-"""A model without its weights: parameters on the meta device, buffers real, and how each weight would be drawn.
+"""A model without its weights: parameters on the meta device, buffers real, and how each weight is initialized.
 
 Every parameter is replaced by one on meta as it is registered. Attributes and ties go with it. What cannot go with it,
 because it belongs to the parameter as an object (gradient hooks, its class, another reference to it) or to its values
@@ -39,7 +39,7 @@ class Write:
     arguments: tuple[Any, ...]
 
     def __call__(self, value: Tensor, generator: torch.Generator) -> None:
-        """Do it to `value`, drawing from `generator`."""
+        """Do it to `value`, sampling from `generator`."""
         keywords = {"generator": generator} if self.name in _RANDOM else {}
         getattr(value, self.name)(*self.arguments, **keywords)
 
@@ -52,14 +52,14 @@ class Skeleton(NamedTuple):
     """How each weight is initialized, where that is known of all of them."""
     lost: tuple[str, ...]
     """What the model that is built for real has and this one has not."""
-    drew: bool = False
-    """Whether building it moved a random generator, as nothing on meta does."""
+    sampled: bool = False
+    """Whether building it advanced a random generator, as nothing on meta does."""
     references: tuple[tuple[str, str], ...] = ()
     """(parameter, attribute) for every registered parameter that an attribute refers to as well."""
 
 
 def skeleton(make_model: Callable[[], nn.Module]) -> Skeleton:
-    """Build a model without memory for its parameters; also the recipe of each weight, where recipes tell all.
+    """Build a model without memory for its parameters; also the recipe of each weight, where all are known.
 
     They do when the model has `init_weights()` that sets every parameter by plain in-place operations, and the last
     thing `make_model` did to each was that. None otherwise: the weights then come from a real model.
@@ -104,14 +104,14 @@ def _lost(model: nn.Module, originals: Mapping[int, nn.Parameter]) -> Iterator[s
 
 
 def _take_over_hooks(model: nn.Module, originals: Mapping[int, nn.Parameter]) -> None:
-    """Show on a parameter the hooks that its original has: rules look for them in the model on meta."""
+    """Show on a parameter the hooks that its original has: rules search the model on meta for them."""
     for parameter in model.parameters():
         original = originals.get(id(parameter))
         if original is not None and has_gradient_hooks(original):
             share_gradient_hooks(original, parameter)
 
 
-def draw(recipe: Recipe, value: Tensor, *, name: str, seed: int) -> None:
+def initialize(recipe: Recipe, value: Tensor, *, name: str, seed: int) -> None:
     """Fill `value` as its recipe says, from random numbers that depend on `seed` and the parameter's name only."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator(value.device).manual_seed(int.from_bytes(digest[:7], "big"))
@@ -188,7 +188,7 @@ class _ParameterRecorder(TorchDispatchMode):
         self._alive.append(target)
 
 
-# State of a module that is neither a parameter nor a buffer: attributes, hooks, what was drawn while it was built.
+# State of a module that is neither a parameter nor a buffer: attributes, hooks, what was sampled while it was built.
 
 
 _DEPTH = 4
@@ -197,18 +197,18 @@ _DEPTH = 4
 
 def plain_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield (place, value) of everything in the attributes of all modules, containers opened, modules left out."""
-    for path, part in module.named_modules():
-        for key, value in vars(part).items():
+    for path, submodule in module.named_modules():
+        for key, value in vars(submodule).items():
             if key not in REGISTRIES and not key.endswith(HOOK_ATTRIBUTE_ENDS):
                 yield from _leaves(f"{path}.{key}" if path else key, value, _DEPTH)
 
 
-def attribute_values(part: nn.Module, seen: set[int]) -> Iterator[tuple[str, list[Any]]]:
+def attribute_values(module: nn.Module, seen: set[int]) -> Iterator[tuple[str, list[Any]]]:
     """Yield (attribute, values in it) of one module and its buffers; containers and plain objects are opened.
 
     Each plain object is opened once: `seen` are the ids of those that were.
     """
-    for key, value in {**vars(part), **own_buffers(part)}.items():
+    for key, value in {**vars(module), **own_buffers(module)}.items():
         if key not in REGISTRIES and not key.endswith(HOOK_ATTRIBUTE_ENDS):
             leaves = [leaf for _, leaf in _leaves(key, value, _DEPTH)]
             opened: list[Any] = []

@@ -1,9 +1,9 @@
-"""The gate of a pipeline stage: where its layers meet those of its neighbours, and what may not cross there.
+"""The gate of a pipeline stage: between its layers and those of its neighbours, and what may not pass it.
 
 Every stage runs the user's own forward. The gate replaces the output of the layer before the stage's first by what the
-neighbour sent, and leaves forward, by an exception, after the stage's last layer. What a stage does not hold is NaN, so
+neighbour sent, and leaves forward, by an exception, after the stage's last layer. What a stage does not have is NaN, so
 that its use shows; what would go wrong without a NaN is refused here: a boundary inside an autograd function, which
-cuts the graph, and a walk over parts, of which only this stage's would be found.
+splits the graph, and a walk over modules, of which only this stage's would be found.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Left(BaseException):
 
 
 class Gate:
-    """Where the layers of a stage meet those of its neighbours, during one forward."""
+    """The boundary between the layers of a stage and its neighbours', during one forward."""
 
     def __init__(self, layers: str, own: range) -> None:
         self.own = own
@@ -95,8 +95,8 @@ class Gate:
         self._refuse_reentrant(number)
         return self.received
 
-    def meet_stranger(self, path: str) -> None:
-        """Note that a part of another stage is used; refuse it where this stage's layers have begun."""
+    def check_foreign(self, path: str) -> None:
+        """Note that a module of another stage is used; refuse it where this stage's layers have begun."""
         self.strangers.append(path)
         if self.is_open and self.own.start and self.has_skipped_all:
             raise JobError(
@@ -122,11 +122,11 @@ class Gate:
             )
 
     def refuse_walk(self, path: str) -> None:
-        """Refuse a forward that has walked over all parts of a module, some of which are on other stages."""
+        """Refuse a forward that has walked over all submodules of a module, some of which are on other stages."""
         if self.is_open:
             raise JobError(
-                f"the forward pass iterates over all parts of {path or 'the model'}, by parameters() or modules(), and"
-                " a pipeline stage holds only some of them",
+                f"the forward pass iterates over all submodules of {path or 'the model'}, by parameters() or modules(),"
+                " and a pipeline stage has only some of them",
                 code="support.pipeline-iterates-modules",
                 fix="compute what needs all parameters outside of the model, or use pp = 1",
             )
@@ -143,18 +143,18 @@ def _is_inside_function() -> bool:
 
 
 def guard_walks(module: nn.Module, gate: Gate, elsewhere: Iterable[str]) -> None:
-    """Have parts that lack something of `elsewhere` (names of tensors on other stages) refuse a complete walk.
+    """Have modules that lack something of `elsewhere` (names of tensors on other stages) refuse a complete walk.
 
-    `next(model.parameters())`, which only looks, stays allowed. parameters(), buffers() and modules() all go through
+    `next(model.parameters())`, which only reads, stays allowed. parameters(), buffers() and modules() all go through
     named_modules(), which passes `memo` where it calls itself.
     """
     incomplete = {""}
     for name in elsewhere:
         parents = name.split(".")[:-1]
         incomplete |= {".".join(parents[:depth]) for depth in range(1, len(parents) + 1)}
-    for path, part in list(module.named_modules()):
+    for path, child in list(module.named_modules()):
         if path in incomplete:
-            part.__dict__["named_modules"] = _guarded(part.named_modules, gate, path)
+            child.__dict__["named_modules"] = _guarded(child.named_modules, gate, path)
 
 
 def _guarded(walk: Callable[..., Iterator[Any]], gate: Gate, path: str) -> Callable[..., Iterator[Any]]:
@@ -247,25 +247,25 @@ def _ready(tensor: Tensor) -> Tensor:
 # An embedding whose weight is the head's too is used on both ends of a pipeline. As in Megatron-LM, both stages
 # hold it, start from the same values, and sum the gradients of the two copies once a step, after data-parallel
 # ranks have summed theirs; equal gradients and equal optimizer states keep the copies equal. Both go by the
-# parameter's first name, so a checkpoint holds one of them and fills both. On schedules that put both stages on one
+# parameter's first name, so a checkpoint has one of them and fills both. On schedules that put both stages on one
 # rank, one parameter serves both.
 
 
 class Ties(NamedTuple):
-    """Which parameters of a whole model have several names, and which of them two stages hold."""
+    """Which parameters of a whole model have several names, and which of them two stages have."""
 
     first_names: Mapping[str, str]
     """Every further name of a parameter, with its first."""
     shared: frozenset[str]
-    """First names of those that the first and the last stage hold a copy of each."""
+    """First names of those of which the first and the last stage have a copy each."""
 
 
-def find_ties(module: nn.Module, owners: Mapping[str, int], cut: StageSplit, layers: str) -> Ties:
+def find_ties(module: nn.Module, owners: Mapping[str, int], split: StageSplit, layers: str) -> Ties:
     """Return the ties of a whole model; those that its stages cannot have are refused by name.
 
     `owners` gives the stage of every name.
     """
-    ends, inside = {0, cut.num_stages - 1}, f"{layers}." if layers else ""
+    ends, inside = {0, split.num_stages - 1}, f"{layers}." if layers else ""
     first: dict[int, str] = {}
     first_names, shared = {}, set()
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -295,13 +295,13 @@ def share_copies(stages: Sequence[Stage]) -> None:
             kept = first.setdefault(name, parameter)
             if kept is parameter:
                 continue
-            for part in stage.modules():
-                held = own_parameters(part)
-                held |= {key: kept for key, value in held.items() if value is parameter}
+            for child in stage.modules():
+                own = own_parameters(child)
+                own |= {key: kept for key, value in own.items() if value is parameter}
 
 
 def tied_copies(stages: Sequence[Stage]) -> Iterator[nn.Parameter]:
-    """Yield the parameters that another rank's first stage holds as well, and counts."""
+    """Yield the parameters that another rank's first stage has as well, and counts."""
     if any(stage.is_first for stage in stages):
         return
     for stage in stages:
@@ -312,19 +312,17 @@ class TieSync:
     """Sums the gradients of tied parameters over the ranks of the first and the last stage."""
 
     def __init__(
-        self, stages: Sequence[Stage], cut: StageSplit, group: dist.ProcessGroup, device: torch.device
+        self, stages: Sequence[Stage], split: StageSplit, group: dist.ProcessGroup, device: torch.device
     ) -> None:
         """`stages` are this rank's; `group` joins the ranks along pp and sends tensors of `device`."""
         self._group = group
         self._device = device
-        rank, ends = dist.get_rank(group), {cut.ranks[0], cut.ranks[-1]}
+        rank, ends = dist.get_rank(group), {split.ranks[0], split.ranks[-1]}
         self._peer = next(iter(ends - {rank}), None) if rank in ends else None
-        named = {
-            name: parameter
-            for stage in stages
-            for name, parameter in stage.named_parameters()
-            if name in stage.model_ties.shared and parameter.requires_grad
-        }
+        named: dict[str, nn.Parameter] = {}
+        for stage in stages:
+            trained = {name: parameter for name, parameter in stage.named_parameters() if parameter.requires_grad}
+            named |= {name: trained[name] for name in stage.model_ties.shared & trained.keys()}
         self._parameters = [named[name] for name in sorted(named)] if self._peer is not None else []
 
     @torch.no_grad()

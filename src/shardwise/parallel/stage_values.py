@@ -2,8 +2,8 @@
 
 In one process a layer may store a value on itself (`self.aux_loss = ...`, as mixtures of experts do) or on another
 module (`root.losses.append(...)`), and the model reads it after the layers. Between pipeline stages only the output of
-a layer is sent, so the reader would find what the constructor left there: a loss without the auxiliary losses of other
-stages, with no error. Storing alone does no harm, and reading alone neither (models ask layers for their settings). So
+a layer is sent, so another stage would find what the constructor left there: a loss without the auxiliary losses of
+other stages, with no error. Storing alone is harmless, and so is reading alone (models read settings of layers). So
 until the first step is done every stage notes what its own layers change, and what it reads of the layers it does not
 run or, on the last stage after the layers, of all other modules. What is in both lists is refused by name.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from shardwise.errors import JobError
-from shardwise.parallel.keyed_draws import PLACE
+from shardwise.parallel.counter_random import COUNTER
 from shardwise.parallel.skeleton import attribute_values
 from shardwise.torch_private.dispatch import version_of
 from shardwise.torch_private.modules import is_compiled
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-    Parts = Mapping[str, nn.Module]
+    Modules = Mapping[str, nn.Module]
     """Modules by their path in the model."""
     Values = dict[tuple[str, str], list[tuple[Any, int]]]
     """By path and attribute: the values in it, and how often each tensor was written."""
@@ -46,8 +46,10 @@ class Exchanged(NamedTuple):
 class StageValues:
     """Notes what the layers of one stage leave on modules, and what the stage reads of other stages."""
 
-    def __init__(self, own: Parts, absent: Iterable[tuple[str, nn.Module]], outside: Parts, *, is_last: bool) -> None:
-        """`own` are the stage's layers with their parts, `absent` those of other stages, `outside` all else."""
+    def __init__(
+        self, own: Modules, absent: Iterable[tuple[str, nn.Module]], outside: Modules, *, is_last: bool
+    ) -> None:
+        """`own` are the stage's layers with their submodules, `absent` those of other stages, `outside` all else."""
         self._own = own
         self._absent = list(absent)
         self._outside = outside
@@ -69,13 +71,13 @@ class StageValues:
         What layers change on other modules is what differs between the start of the first and the end of the last.
         Of compiled layers only what they change on themselves is seen: a hook would be compiled too.
         """
-        for path, part in self._absent:
-            self._watch(part, path, lambda: self._is_running)
+        for path, module in self._absent:
+            self._watch(module, path, lambda: self._is_running)
         if is_compiled(first) or is_compiled(last):
             return
         if self._is_last:
-            for path, part in self._outside.items():
-                self._watch(part, path, lambda: self._is_behind)
+            for path, module in self._outside.items():
+                self._watch(module, path, lambda: self._is_behind)
         self._handles.append(first.register_forward_pre_hook(lambda *_: self._enter()))
         self._handles.append(last.register_forward_hook(lambda *_: self._leave()))
 
@@ -97,8 +99,8 @@ class StageValues:
 
     def stop(self) -> Exchanged:
         """Stop watching and return what was noted."""
-        for part, kind in self._kinds:
-            part.__class__ = kind
+        for module, kind in self._kinds:
+            module.__class__ = kind
         for handle in self._handles:
             handle.remove()
         self._kinds, self._handles = [], []
@@ -117,9 +119,9 @@ class StageValues:
             self._changed |= _changed(self._outside_before, _values(self._outside))
             self._outside_before = {}
 
-    def _watch(self, part: nn.Module, path: str, is_on: Callable[[], bool]) -> None:
+    def _watch(self, module: nn.Module, path: str, is_on: Callable[[], bool]) -> None:
         """Have every read of an attribute noted while `is_on`; the module keeps its class's name and methods."""
-        kind = type(part)
+        kind = type(module)
 
         def read(module: nn.Module, name: str) -> Any:
             if is_on():
@@ -135,28 +137,28 @@ class StageValues:
 
         methods = {"__getattribute__": read, "__getattr__": read_missing, "__module__": kind.__module__}
         try:
-            part.__class__ = type(kind.__name__, (kind,), methods)
+            module.__class__ = type(kind.__name__, (kind,), methods)
         except TypeError:
             return  # a class of another memory layout, such as a scripted module's
-        self._kinds.append((part, kind))
+        self._kinds.append((module, kind))
 
 
 def refuse_exchanged(stages: Iterable[Exchanged]) -> None:
     """Refuse what the layers of one stage have changed and another stage has read; the same on every rank."""
     found = list(stages)
     for index, owner in enumerate(found):
-        for other, reader in enumerate(found):
-            if index != other and owner.changed & reader.read:
-                raise _refusal(*min(owner.changed & reader.read))
+        for other, stage in enumerate(found):
+            if index != other and owner.changed & stage.read:
+                raise _refusal(*min(owner.changed & stage.read))
 
 
-def _values(parts: Parts) -> Values:
+def _values(modules: Modules) -> Values:
     seen: set[int] = set()
     found: Values = {}
-    for path, part in parts.items():
-        for key, leaves in attribute_values(part, seen):
-            if key == PLACE:
-                continue  # where keyed random numbers are drawn: every stage keeps its own
+    for path, module in modules.items():
+        for key, leaves in attribute_values(module, seen):
+            if key == COUNTER:
+                continue  # counters of random numbers: every stage keeps its own
             # Values themselves, not their ids: an id is only good while its object lives.
             found[path, key] = [(leaf, version_of(leaf) if isinstance(leaf, Tensor) else 0) for leaf in leaves]
     return found

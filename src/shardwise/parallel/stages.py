@@ -24,8 +24,12 @@ _RIVAL = 0.25
 
 
 def find_layers(module: nn.Module, name: str | None = None) -> str:
-    """Return the name of the list of repeated blocks that a pipeline is cut along; `name` is the user's choice."""
-    lists = {path: part for path, part in module.named_modules() if isinstance(part, nn.ModuleList | nn.Sequential)}
+    """Return the name of the list of repeated blocks that a pipeline is split along; `name` is the user's choice."""
+    lists = {
+        path: submodule
+        for path, submodule in module.named_modules()
+        if isinstance(submodule, nn.ModuleList | nn.Sequential)
+    }
     if name is not None:
         if name not in lists:
             raise JobError(
@@ -34,12 +38,13 @@ def find_layers(module: nn.Module, name: str | None = None) -> str:
                 fix=nearest(name, lists),
             )
         return name
-    sizes: dict[str, int] = {
-        path: sum(p.numel() for p in part.parameters()) for path, part in lists.items() if _repeats(part)
-    }
+    sizes: dict[str, int] = {}
+    for path, blocks in lists.items():
+        if _repeats(blocks):
+            sizes[path] = sum(parameter.numel() for parameter in blocks.parameters())
     if not any(sizes.values()):
         raise JobError(
-            "the model has no list of repeated blocks to cut a pipeline along",
+            "the model has no list of repeated blocks to split a pipeline along",
             code="support.pipeline-no-blocks",
             fix=f"name one, Job(layers=...): {', '.join(map(repr, lists))}" if lists else "use pp = 1",
         )
@@ -52,7 +57,7 @@ def find_layers(module: nn.Module, name: str | None = None) -> str:
     ]
     if rivals:
         raise JobError(
-            f"the model has several lists of blocks a pipeline could be cut along: {', '.join([largest, *rivals])}",
+            f"the model has several lists of blocks a pipeline could be split along: {', '.join([largest, *rivals])}",
             code="support.pipeline-several-lists",
             fix=f"name one, Job(layers={largest!r}), or the one that runs first where a later one uses what it made; or"
             " use pp = 1",
@@ -65,14 +70,14 @@ def count_layers(module: nn.Module, layers: str) -> int:
     return len(own_modules(module.get_submodule(layers)))  # children() leaves out repeated ones
 
 
-def _repeats(part: nn.Module) -> bool:
-    children = list(part.children())
+def _repeats(submodule: nn.Module) -> bool:
+    children = list(submodule.children())
     return len(children) > 1 and len({type(child) for child in children}) == 1
 
 
 def split_stages(
     module: nn.Module,
-    cut: StageSplit,
+    split: StageSplit,
     rank: int,
     *,
     layers: str,
@@ -81,47 +86,47 @@ def split_stages(
 ) -> list[Stage]:
     """Return the stages that `rank` (along pp) runs, in order; takes `module` apart, which may be on the meta device.
 
-    `layers` names the list to cut along, `device` is where the stages will run. Of a stage, `named_parameters()`
+    `layers` names the list to split along, `device` is where the stages will run. Of a stage, `named_parameters()`
     gives exactly what it owns, under the names of the whole model: its layers; on the first stage also what the model
     registers before the list, on the last what comes after. Buffers outside the list stay on every stage. A parameter
     tied between the first and the last stage is on both, under its first name.
-    `dtype` is what parameters are computed in where that is not what they are held in.
+    `dtype` is what parameters are computed in where that is not their own dtype.
     """
-    owners = _owners(module, cut, layers)
-    ties = find_ties(module, owners, cut, layers)
-    *others, last = cut.stages_of(rank)
+    owners = _owners(module, split, layers)
+    ties = find_ties(module, owners, split, layers)
+    *others, last = split.stages_of(rank)
     copies = [(stage, _copy_structure(module)) for stage in others]
     fake = partial(stand_in, device=device, dtype=dtype)
     return [
-        _make_stage(own, cut, stage, layers=layers, owners=owners, ties=ties, fake=fake)
+        _make_stage(own, split, stage, layers=layers, owners=owners, ties=ties, fake=fake)
         for stage, own in [*copies, (last, module)]
     ]
 
 
-def check_stages(module: nn.Module, cut: StageSplit, layers: str) -> None:
+def check_stages(module: nn.Module, split: StageSplit, layers: str) -> None:
     """Refuse ties between stages that no pipeline can have; `module` may be on the meta device."""
-    find_ties(module, _owners(module, cut, layers), cut, layers)
+    find_ties(module, _owners(module, split, layers), split, layers)
 
 
-def _owners(module: nn.Module, cut: StageSplit, layers: str) -> dict[str, int]:
+def _owners(module: nn.Module, split: StageSplit, layers: str) -> dict[str, int]:
     """Name the stage of every parameter and buffer, under every name it has."""
     keys = list(own_modules(module.get_submodule(layers)))  # a Sequential may have names for keys
-    if len(keys) != cut.num_layers:
+    if len(keys) != split.num_layers:
         raise JobError(
-            f"{layers or 'the model'} has {len(keys)} layers, the pipeline is cut for {cut.num_layers}",
+            f"{layers or 'the model'} has {len(keys)} layers, the pipeline is split for {split.num_layers}",
             code="plan.pipeline-layer-count",
         )
     prefix = f"{layers}." if layers else ""
-    stages = {f"{prefix}{key}": cut.stage_of(index) for index, key in enumerate(keys)}
+    stages = {f"{prefix}{key}": split.stage_of(index) for index, key in enumerate(keys)}
     owners: dict[str, int] = {}
     outside = 0
-    for path, part in module.named_modules(remove_duplicate=False):
-        held = {**own_parameters(part), **own_buffers(part)}
-        for key in (key for key, tensor in held.items() if tensor is not None):
+    for path, submodule in module.named_modules(remove_duplicate=False):
+        own = {**own_parameters(submodule), **own_buffers(submodule)}
+        for key in (key for key, tensor in own.items() if tensor is not None):
             name = f"{path}.{key}" if path else key
             layer = prefix + name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
             if layer in stages:
-                outside = cut.num_stages - 1
+                outside = split.num_stages - 1
             owners[name] = stages.get(layer, outside)
     return owners
 
@@ -133,7 +138,7 @@ def _copy_structure(module: nn.Module) -> nn.Module:
 
 def _make_stage(
     module: nn.Module,
-    cut: StageSplit,
+    split: StageSplit,
     index: int,
     *,
     layers: str,
@@ -141,33 +146,35 @@ def _make_stage(
     ties: Ties,
     fake: Callable[[Tensor], Tensor],
 ) -> Stage:
-    gate = Gate(layers, cut.layers(index))
+    gate = Gate(layers, split.layers(index))
     children = own_modules(module.get_submodule(layers))
     absent: list[tuple[str, nn.Module]] = []
     for number, (key, layer) in enumerate(children.items()):
-        if number not in cut.layers(index) and layer is not None:
+        if number not in split.layers(index) and layer is not None:
             path = f"{layers}.{key}" if layers else key
             children[key] = stub = _stub(layer, gate, number, fake)
             # The layer itself as well: another one may refer to it by an attribute of its own.
             absent += [(path, stub), *layer.named_modules(prefix=path)]
     paths: dict[nn.Module, list[str]] = {}
-    for path, part in module.named_modules(remove_duplicate=False):
-        paths.setdefault(part, []).append(path)
-    for part, (path, *more) in paths.items():
-        away = [key for key in own_parameters(part) if _is_away([path, *more], key, owners, index)]
+    for path, submodule in module.named_modules(remove_duplicate=False):
+        paths.setdefault(submodule, []).append(path)
+    for submodule, (path, *more) in paths.items():
+        away = [key for key in own_parameters(submodule) if _is_away([path, *more], key, owners, index)]
         for key in away:
             # A plain attribute: neither optimizers nor casts, shards or state dicts take it for a parameter.
-            part.__dict__[key] = fake(cast("Tensor", own_parameters(part).pop(key)))
+            submodule.__dict__[key] = fake(cast("Tensor", own_parameters(submodule).pop(key)))
         if away:
-            part.register_forward_pre_hook(lambda *_, path=path: gate.meet_stranger(path))
-        buffers = own_buffers(part)
-        if isinstance(part, BatchNormBase) and (away or any(_is_away([path], key, owners, index) for key in buffers)):
+            submodule.register_forward_pre_hook(lambda *_, path=path: gate.check_foreign(path))
+        buffers = own_buffers(submodule)
+        if isinstance(submodule, BatchNormBase) and (
+            away or any(_is_away([path], key, owners, index) for key in buffers)
+        ):
             # Its output is NaN here; torch's own forward would refuse a single row, which a synced one does not.
-            part.__dict__["forward"] = stand_in
+            submodule.__dict__["forward"] = stand_in
     guard_walks(module, gate, [name for name, owner in owners.items() if owner != index])
     foreign = frozenset(name for name, _ in module.named_buffers() if owners.get(name, index) != index)
-    values = _stage_values(module, layers, cut.layers(index), absent, is_last=index == cut.num_stages - 1)
-    return Stage(module, gate, values, index=index, num_stages=cut.num_stages, foreign_buffers=foreign, ties=ties)
+    values = _stage_values(module, layers, split.layers(index), absent, is_last=index == split.num_stages - 1)
+    return Stage(module, gate, values, index=index, num_stages=split.num_stages, foreign_buffers=foreign, ties=ties)
 
 
 def _stage_values(
@@ -176,17 +183,17 @@ def _stage_values(
     """Return what watches the values that this stage's layers leave on modules."""
     keys = list(own_modules(module.get_submodule(layers)))
     prefixes = tuple(f"{layers}.{keys[number]}." if layers else f"{keys[number]}." for number in own)
-    skipped = {part for _, part in absent}
+    skipped = {submodule for _, submodule in absent}
     inside: dict[str, nn.Module] = {}
     outside: dict[str, nn.Module] = {}
-    for path, part in nn.Module.named_modules(module):
-        if part not in skipped:
-            (inside if f"{path}.".startswith(prefixes) else outside)[path] = part
+    for path, submodule in nn.Module.named_modules(module):
+        if submodule not in skipped:
+            (inside if f"{path}.".startswith(prefixes) else outside)[path] = submodule
     return StageValues(inside, absent, outside, is_last=is_last)
 
 
 def _is_away(paths: Sequence[str], key: str, owners: Mapping[str, int], index: int) -> bool:
-    """Whether a tensor of a module, which may stand in several places, belongs to other stages only."""
+    """Whether a tensor of a module, which may be registered several times, belongs to other stages only."""
     stages = {owners.get(f"{path}.{key}" if path else key, index) for path in paths}
     return index not in stages
 
@@ -194,12 +201,12 @@ def _is_away(paths: Sequence[str], key: str, owners: Mapping[str, int], index: i
 def _stub(layer: nn.Module, gate: Gate, number: int, fake: Callable[[Tensor], Tensor]) -> nn.Module:
     """Return an empty layer: of the same class, with all its attributes, since models ask their layers for them.
 
-    Its parts are plain attributes, which nobody takes for parts of this stage; parameters among them are NaN.
+    Its submodules are plain attributes, which nobody takes for modules of this stage; parameters among them are NaN.
     """
-    for part in layer.modules():
-        held = own_parameters(part)
-        part.__dict__ |= {key: None if value is None else fake(value) for key, value in held.items()}
-        held.clear()
+    for submodule in layer.modules():
+        own = own_parameters(submodule)
+        submodule.__dict__ |= {key: None if value is None else fake(value) for key, value in own.items()}
+        own.clear()
     stub = copy.copy(layer)
     nn.Module.__init__(stub)
     stub.__dict__ |= {**own_modules(layer), **own_buffers(layer)}
@@ -208,7 +215,7 @@ def _stub(layer: nn.Module, gate: Gate, number: int, fake: Callable[[Tensor], Te
 
 
 class Stage(nn.Module):
-    """One stage of a pipeline; stands in the place of the user's module: same parts, same names.
+    """One stage of a pipeline; replaces the user's module: same submodules, same names.
 
     Called with the tensors that the stage before sent (none on the first), it runs `program`. Returns the tensors to
     send on or, on the last stage, what the program returned.
@@ -322,7 +329,7 @@ class Stage(nn.Module):
         return result
 
     def refuse_nan(self, given: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        """Refuse a model that made NaN of what it was given: it used what other stages hold; called after forward."""
+        """Refuse a model that made NaN of what it was given: it used tensors of other stages; called after forward."""
         strangers = self._gate.strangers
         if any(bool(tensor.isnan().any()) for tensor in given):
             return

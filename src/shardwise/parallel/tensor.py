@@ -1,8 +1,8 @@
-"""Tensor parallelism: matrices cut over ranks by column and row, on plain activations.
+"""Tensor parallelism: matrices split over ranks by column and row, on plain activations.
 
-Every parameter becomes a DTensor on the tp mesh, cut or whole, so that optimizers, clipping and FSDP2 see one kind.
-Modules compute on local tensors; activations between them are plain and travel as the rules say. Each gradient comes
-out of backward with the placement of its parameter: cut for cut ones, already summed for whole ones.
+Every parameter becomes a DTensor on the tp mesh, split or whole, so that optimizers, clipping and FSDP2 see one kind.
+Modules compute on local tensors; activations between them are plain and communicated by the rules. Each gradient comes
+out of backward with the placement of its parameter: split for split ones, already summed for whole ones.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn import functional
 
 from shardwise.errors import JobError, PlanError
-from shardwise.parallel.collectives import all_gathered, all_reduced, own_part, sum_scattered
-from shardwise.parallel.keyed_masks import CutRegion, cut_region
+from shardwise.parallel.collectives import all_gathered, all_reduced, own_shard, sum_scattered
+from shardwise.parallel.counter_dropout import ShardedRegion, sharded_region
 from shardwise.parallel.lora import adapter_output, has_adapter
-from shardwise.parallel.tensor_gradients import CutRandom, draws_masks, lend_parameters
+from shardwise.parallel.tensor_gradients import ShardedRandom, lend_parameters, uses_dropout
 from shardwise.parallel.tensor_rules import (
-    CUT_FACTORS,
+    SPLIT_FACTORS,
     block_patterns,
     check_tensor,
-    cut_dimension,
     divide_heads,
     is_transposed,
     matches,
+    split_dim,
     styles_by_name,
     within,
 )
@@ -43,15 +43,15 @@ if TYPE_CHECKING:
 _Way = tuple["Placement", "Placement"]
 
 TOKENS = 1
-"""The dimension of [batch, tokens, width] that sequence parallelism cuts."""
+"""The dimension of [batch, tokens, width] that sequence parallelism splits."""
 
 
 def tensor_parallel(module: nn.Module, mesh: DeviceMesh, rules: Mapping[str, str], *, sequence: bool) -> nn.Module:
-    """Cut `module` over the 1-D `mesh` by `rules`; communicates over it, called on every rank of it.
+    """Split `module` over the 1-D `mesh` by `rules`; communicates over it, called on every rank of it.
 
     Parameters on the meta device stay there; others take the values of the mesh's first rank. What enters and leaves
     the module stays plain and whole, and must be equal on all ranks of the mesh. With `sequence` the stream between
-    the repeated blocks' cut parts is cut by tokens.
+    the split modules of repeated blocks is split by tokens.
     """
     check_tensor(module, mesh.size(), rules, sequence=sequence)
     styles = styles_by_name(module, rules)
@@ -65,7 +65,7 @@ def tensor_parallel(module: nn.Module, mesh: DeviceMesh, rules: Mapping[str, str
         _install(child, name, styles, flow)
     lend_parameters(module, _local)
     for pattern in flow.blocks:
-        _cut_stream(module, pattern, flow)
+        _split_stream(module, pattern, flow)
     for name, style in styles.items():
         if style == "sequence" and sequence:
             _hand_out_whole(module.get_submodule(name), flow)
@@ -78,9 +78,9 @@ def tensor_parallel(module: nn.Module, mesh: DeviceMesh, rules: Mapping[str, str
     return module
 
 
-def _random(module: nn.Module, mesh: DeviceMesh) -> CutRandom | CutRegion | None:
-    """Return who is to know when a cut region begins and ends; nobody where nothing is dropped."""
-    return cut_region(module) or (CutRandom(mesh) if draws_masks(module) else None)
+def _random(module: nn.Module, mesh: DeviceMesh) -> ShardedRandom | ShardedRegion | None:
+    """Return who is to know when a split region begins and ends; nobody where nothing is dropped."""
+    return sharded_region(module) or (ShardedRandom(mesh) if uses_dropout(module) else None)
 
 
 class _Entry:
@@ -100,7 +100,7 @@ class _Entry:
         return entered
 
     def forget(self) -> None:
-        """Let go of the activation; called where the cut region ends."""
+        """Let go of the activation; called where the split region ends."""
         self._last = None
 
 
@@ -109,9 +109,9 @@ class _Flow:
     """What the modules of one parallel model share: the mesh, the random numbers, and how activations travel."""
 
     mesh: DeviceMesh
-    random: CutRandom | CutRegion | None
+    random: ShardedRandom | ShardedRegion | None
     blocks: tuple[str, ...]
-    """Patterns of the blocks whose stream is cut by tokens; empty without sequence parallelism."""
+    """Patterns of the blocks whose stream is split by tokens; empty without sequence parallelism."""
     entry: _Entry = field(init=False)
 
     def __post_init__(self) -> None:
@@ -135,7 +135,7 @@ def _convert(
     """Bring a plain activation from one placement to another; communicates over `mesh`, also backward.
 
     `grad` is the placement in which the gradient of the result comes back; `width` is the whole last dimension,
-    needed where ranks hold uneven parts of it.
+    needed where ranks have uneven shards of it.
     """
     back = Replicate() if isinstance(source, Partial) else source
     return _Move.apply(x, mesh, (source, target), (grad, back), width)  # type: ignore[no-any-return, no-untyped-call]
@@ -169,11 +169,11 @@ def _move(x: Tensor, mesh: DeviceMesh, way: _Way, width: int | None) -> Tensor:
         return sum_scattered(x, target.dim, group) if isinstance(target, Shard) else all_reduced(x, group)
     if isinstance(source, Shard):
         return all_gathered(x, source.dim, group, width)
-    return own_part(x, target.dim, group)  # type: ignore[attr-defined]
+    return own_shard(x, target.dim, group)  # type: ignore[attr-defined]
 
 
 def _local(parameter: Tensor | None, *, summed: bool = False) -> Tensor | None:
-    """Return this rank's part of a parameter; `summed` when each rank's gradient is a share of a whole one."""
+    """Return this rank's shard of a parameter; `summed` when each rank's gradient is a share of a whole one."""
     if not isinstance(parameter, DTensor):
         return parameter
     piece = parameter.to_local(grad_placements=parameter.placements)
@@ -188,8 +188,8 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str]) 
     for name, child in module.named_modules():
         for kind, parameter in child.named_parameters(recurse=False):
             if id(parameter) not in made:
-                cut = cut_dimension(child, styles.get(name), kind)
-                placement = Replicate() if cut is None else Shard(cut)
+                split = split_dim(child, styles.get(name), kind)
+                placement = Replicate() if split is None else Shard(split)
                 placed = distribute_tensor(parameter.detach(), mesh, [placement])
                 made[id(parameter)] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
             own_parameters(child)[kind] = made[id(parameter)]  # register_parameter would refuse a shared one
@@ -198,7 +198,7 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, str]) 
 def _install(child: nn.Module, name: str, styles: Mapping[str, str], flow: _Flow) -> None:
     """Give one module the forward that its style asks for."""
     if next(child.parameters(recurse=False), None) is None:
-        return  # nothing to cut; of a pipeline's stage also modules that live on another
+        return  # nothing to split; of a pipeline's stage also modules that live on another
     style = styles.get(name)
     in_block = within(flow.blocks, name)
     if style in {"column", "column_gathered"}:
@@ -209,18 +209,18 @@ def _install(child: nn.Module, name: str, styles: Mapping[str, str], flow: _Flow
         child.forward = _vocab(child, flow)
     else:
         above = [".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 2)]
-        summed = style not in CUT_FACTORS and (in_block or any(styles.get(outer) == "summed" for outer in above))
+        summed = style not in SPLIT_FACTORS and (in_block or any(styles.get(outer) == "summed" for outer in above))
         child.forward = _whole(child, summed=summed)
 
 
 def _column(module: Any, flow: _Flow, *, gathered: bool, in_block: bool) -> Callable[[Tensor], Tensor]:
-    """Outputs cut over ranks. Inside a cut stream the norm before has made the input whole, and sums its gradient."""
-    width = module.weight.shape[cut_dimension(module, "column", "weight")]
+    """Split outputs over ranks. Inside a split stream the norm before has gathered the input, and sums its gradient."""
+    width = module.weight.shape[split_dim(module, "column", "weight")]
 
     def forward(input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
         x = input if in_block else flow.entry(input)
         if flow.random is not None and has_adapter(module):
-            flow.random.leave()  # what the adapter drops is whole, also where a column before has begun the cut
+            flow.random.leave()  # what the adapter drops is whole, also where a column before has begun the split
         output = _linear(module, x, _local(module.bias))
         if gathered:
             flow.entry.forget()
@@ -233,14 +233,14 @@ def _column(module: Any, flow: _Flow, *, gathered: bool, in_block: bool) -> Call
 
 
 def _row(module: Any, flow: _Flow, *, split: bool, in_block: bool) -> Callable[[Tensor], Tensor]:
-    """Inputs cut over ranks, outputs summed; the bias is added once, after the sum."""
+    """Inputs split over ranks, outputs summed; the bias is added once, after the sum."""
 
     def forward(input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
         last = Shard(input.ndim - 1)
         x = _convert(input, flow.mesh, Replicate(), last, grad=last) if split else input
         if split and not in_block and module.training and has_adapter(module):
             flow.begin_cut()
-        share = _linear(module, x, None)  # inside the cut region: its adapter drops what is each rank's own
+        share = _linear(module, x, None)  # inside the split region: its adapter drops what is each rank's own
         if not in_block:
             flow.end_cut()
         target = Shard(TOKENS) if in_block else Replicate()
@@ -258,7 +258,7 @@ def _linear(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _vocab(module: Any, flow: _Flow) -> Callable[[Tensor], Tensor]:
-    """Each rank looks up the tokens of its rows and hands in zeros for the others."""
+    """Each rank looks up the tokens of its rows and passes zeros for the others."""
     size = module.weight.shape[0]
     start = min(size, flow.mesh.get_local_rank() * -(-size // flow.mesh.size()))  # as DTensor chunks: ceil first
 
@@ -301,8 +301,8 @@ def _hand_out_whole(norm: nn.Module, flow: _Flow) -> None:
     norm.forward = forward
 
 
-def _cut_stream(module: nn.Module, pattern: str, flow: _Flow) -> None:
-    """Cut the stream by tokens before the first block of a stack and make it whole after the last."""
+def _split_stream(module: nn.Module, pattern: str, flow: _Flow) -> None:
+    """Split the stream by tokens before the first block of a stack and make it whole after the last."""
     stack = [child for name, child in module.named_modules() if matches(pattern, name)]
     blocks = [child for child in stack if next(child.parameters(), None) is not None]  # others are on other stages
     for index, block in enumerate(blocks):
@@ -315,7 +315,7 @@ def _block(block: nn.Module, flow: _Flow, *, first: bool, last: bool) -> Callabl
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not args:
             raise JobError(
-                f"{type(block).__name__} is called by keywords alone, and sequence parallelism cuts its first argument",
+                f"{type(block).__name__} is called by keywords alone; sequence parallelism splits the first argument",
                 code="support.sequence-parallel-keywords",
                 fix="pass the hidden states as its first argument, or set sequence_parallel = false",
             )
@@ -353,7 +353,7 @@ def _check_tokens(x: Tensor, degree: int) -> None:
 
 
 def _scopes(module: nn.Module, styles: Mapping[str, str]) -> list[nn.Module]:
-    """The modules at whose end every cut region inside has ended: repeated blocks, else the whole module."""
+    """The modules at whose end every split region inside has ended: repeated blocks, else the whole module."""
     kinds: dict[str, set[str]] = {}
     for name, style in styles.items():
         kinds.setdefault(_numbered(name.rpartition(".")[0]), set()).add(style)
@@ -363,13 +363,13 @@ def _scopes(module: nn.Module, styles: Mapping[str, str]) -> list[nn.Module]:
 
 def _numbered(name: str) -> str:
     """Return the outermost numbered module around a name, such as blocks.3, or the root."""
-    parts = name.split(".")
-    depth = next((depth for depth, part in enumerate(parts, 1) if part.isdigit()), 0)
-    return ".".join(parts[:depth])
+    components = name.split(".")
+    depth = next((depth for depth, component in enumerate(components, 1) if component.isdigit()), 0)
+    return ".".join(components[:depth])
 
 
-def _leave_in_the_end(module: nn.Module, random: CutRandom | CutRegion) -> None:
-    """Leave the cut region however the module ends: recompute stops a block early by an exception."""
+def _leave_in_the_end(module: nn.Module, random: ShardedRandom | ShardedRegion) -> None:
+    """Leave the split region however the module ends: recompute stops a block early by an exception."""
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

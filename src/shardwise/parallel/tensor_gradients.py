@@ -55,7 +55,7 @@ def unequal_gradients(
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
     if not bool(largest.isfinite().all() and smallest.isfinite().all()):
-        return []  # the step is skipped, and says nothing
+        return []  # the step is skipped, and its gradients show nothing
     if float(largest[0, 0] - smallest[0, 0]) > _SAME_LOSS * float(largest[0, 0].abs()):
         return []
     largest, smallest = largest[1:], smallest[1:]
@@ -96,14 +96,14 @@ def _summary(gradient: Tensor) -> Tensor:
     return torch.stack([flat.norm(), flat.sum() / root, (flat * signs).sum() / root])
 
 
-# Random masks under tensor parallelism: different where activations are cut over ranks, equal elsewhere.
+# Random masks under tensor parallelism: different where activations are split over ranks, equal elsewhere.
 
 
-class CutRandom:
+class ShardedRandom:
     """Gives each rank of a tensor-parallel mesh random numbers of its own between `enter` and `leave`.
 
-    Outside, the default generators run on as if nothing had been drawn inside but one seed, equal on all ranks as
-    long as their CPU generators are. Nothing is kept from one region to the next: a recomputed one draws the same.
+    Outside, the default generators run on as if only one seed had been sampled inside, equal on all ranks as
+    long as their CPU generators are. Nothing is kept from one region to the next: a recomputed one samples the same.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -123,7 +123,7 @@ class CutRandom:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self) -> None:
-        """Go on with the numbers from before `enter`; nothing happens outside already."""
+        """Continue with the generators from before `enter`; nothing happens outside already."""
         if self._outside is None:
             return
         for generator, state in zip(self._generators(), self._outside, strict=True):
@@ -136,7 +136,7 @@ class CutRandom:
             yield torch.cuda.default_generators[torch.cuda.current_device()]
 
 
-def draws_masks(module: nn.Module) -> bool:
+def uses_dropout(module: nn.Module) -> bool:
     """Whether a module drops anything at random: a Dropout, or a config attribute named after one, above 0."""
     for child in module.modules():
         if isinstance(child, DropoutBase) and child.p > 0:

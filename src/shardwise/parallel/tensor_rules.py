@@ -1,4 +1,4 @@
-"""Rules of tensor parallelism: which modules are cut, in which style, and which degrees fit; pure decisions."""
+"""Rules of tensor parallelism: which modules are split, in which style, and which degrees fit; pure decisions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
 STYLES = {
-    "column": "outputs are cut over ranks; a row module follows",
-    "column_gathered": "outputs are cut over ranks and made whole again; for heads",
-    "row": "inputs are cut over ranks by a column module, outputs are summed",
-    "row_split": "whole inputs are cut over ranks, outputs are summed",
-    "vocab": "an embedding cut over its vocabulary",
-    "sequence": "a norm of a repeated block that feeds column modules; the stream it reads may be cut by tokens",
+    "column": "outputs are split over ranks; a row module follows",
+    "column_gathered": "outputs are split over ranks and made whole again; for heads",
+    "row": "inputs are split over ranks by a column module, outputs are summed",
+    "row_split": "whole inputs are split over ranks, outputs are summed",
+    "vocab": "an embedding split over its vocabulary",
+    "sequence": "a norm of a repeated block that feeds column modules; the stream it reads may be split by tokens",
     "summed": "whole parameters used between column and row, so that each rank sees its own heads alone",
     "heads": "a module that keeps the number of its heads: there are only this rank's, between column and row",
 }
@@ -31,8 +31,8 @@ STYLES = {
 
 _LINEAR = frozenset({"column", "column_gathered", "row", "row_split"})
 
-CUT_FACTORS = frozenset({"cut_outputs", "cut_inputs"})
-"""Styles of those factors of adapters that are cut with the matrix they stand beside; no user names them."""
+SPLIT_FACTORS = frozenset({"split_outputs", "split_inputs"})
+"""Styles of those factors of adapters that are split with the matrix they adapt; no user names them."""
 
 _FROM_TRANSFORMERS = {
     "colwise": "column",
@@ -53,7 +53,7 @@ _WIDTHS = ("embed_dim", "hidden_size", "all_head_size", "inner_dim", "d_model", 
 def find_rules(module: nn.Module, given: Mapping[str, str] | str | None) -> Mapping[str, str]:
     """Return name pattern -> style for `module`: the job's rules, the model's own, or transformers' plan.
 
-    In a pattern `*` stands for one part of a dotted name. Every rule fits the module, or is refused by name.
+    In a pattern `*` matches one component of a dotted name. Every rule fits the module, or is refused by name.
     """
     asked = as_rules(given)
     rules = _own_rules(module) if asked is None else dict(asked)
@@ -84,12 +84,12 @@ def find_rules(module: nn.Module, given: Mapping[str, str] | str | None) -> Mapp
 
 def _example(module: nn.Module) -> str:
     """Return advice with rules for linear modules of this very model; empty where it has none."""
-    others = [name for name, part in module.named_modules() if not is_plain_linear(part)]
+    others = [name for name, child in module.named_modules() if not is_plain_linear(child)]
     linears: dict[str, Any] = {}
-    for name, part in module.named_modules():
+    for name, child in module.named_modules():
         pattern = _general(name)
-        if is_plain_linear(part):
-            linears[name if any(matches(pattern, other) for other in others) else pattern] = part
+        if is_plain_linear(child):
+            linears[name if any(matches(pattern, other) for other in others) else pattern] = child
     rules = dict.fromkeys([*linears][:1], "column_gathered")
     widest = 0
     for (first, column), (second, row) in pairwise(linears.items()):
@@ -101,7 +101,7 @@ def _example(module: nn.Module) -> str:
 
 
 def _adapter_rules(rules: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    """Return how adapters follow the modules they stand beside: one factor is cut, of the other gradients are summed.
+    """Return how adapters follow the modules they adapt: one factor is split, of the other gradients are summed.
 
     Beside a column A x is whole and B gives each rank its outputs; beside a row A takes each rank's inputs, and what B
     makes of them is a share of the sum that the row makes anyway.
@@ -110,15 +110,20 @@ def _adapter_rules(rules: Mapping[str, str], names: Iterable[str]) -> dict[str, 
     for pattern, style in rules.items():
         if style in _LINEAR and any(matches(f"{pattern}.{UP}", name) for name in names):
             is_row = style in {"row", "row_split"}
-            found[f"{pattern}.{DOWN}"] = "cut_inputs" if is_row else "summed"
-            found[f"{pattern}.{UP}"] = "summed" if is_row else "cut_outputs"
+            found[f"{pattern}.{DOWN}"] = "split_inputs" if is_row else "summed"
+            found[f"{pattern}.{UP}"] = "summed" if is_row else "split_outputs"
     return found
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a dotted name fits a pattern, in which `*` stands for one part."""
-    parts, names = pattern.split("."), name.split(".")
-    return len(parts) == len(names) and all(part in {"*", own} for part, own in zip(parts, names, strict=True))
+    """Whether a dotted name fits a pattern, in which `*` matches one component."""
+    wanted, given = pattern.split("."), name.split(".")
+    return len(wanted) == len(given) and all(one in {"*", other} for one, other in zip(wanted, given, strict=True))
+
+
+def matches_any(patterns: Iterable[str], name: str) -> bool:
+    """Whether a dotted name fits one of several patterns."""
+    return any(matches(pattern, name) for pattern in patterns)
 
 
 def styles_by_name(module: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
@@ -138,22 +143,22 @@ def styles_by_name(module: nn.Module, rules: Mapping[str, str]) -> dict[str, str
 
 
 def block_patterns(rules: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the patterns of the repeated blocks whose stream sequence parallelism cuts."""
+    """Return the patterns of the repeated blocks whose stream sequence parallelism splits."""
     norms = [pattern for pattern, style in rules.items() if style == "sequence" and "*" in pattern]
     return tuple(dict.fromkeys(pattern.partition("*")[0] + "*" for pattern in norms))
 
 
 def within(patterns: Iterable[str], name: str) -> bool:
     """Whether a dotted name is a module that a pattern fits, or lies inside one."""
-    parts = name.split(".")
-    return any(matches(pattern, ".".join(parts[: pattern.count(".") + 1])) for pattern in patterns)
+    components = name.split(".")
+    return any(matches(pattern, ".".join(components[: pattern.count(".") + 1])) for pattern in patterns)
 
 
-def cut_dimension(module: nn.Module, style: str | None, kind: str) -> int | None:
-    """Return the dimension along which a rule cuts parameter `kind` of a module; None leaves it whole."""
-    if style in {"vocab", "cut_outputs"}:
+def split_dim(module: nn.Module, style: str | None, kind: str) -> int | None:
+    """Return the dimension along which a rule splits parameter `kind` of a module; None leaves it whole."""
+    if style in {"vocab", "split_outputs"}:
         return 0
-    if style == "cut_inputs":
+    if style == "split_inputs":
         return 1
     if style in {"column", "column_gathered"}:
         return 1 if kind == "weight" and is_transposed(module) else 0
@@ -188,13 +193,13 @@ def _own_counts(module: nn.Module) -> list[tuple[str, int]]:
 
 
 def check_tensor(module: nn.Module, degree: int, rules: Mapping[str, str], *, sequence: bool = False) -> None:
-    """Refuse a degree that does not divide what the rules cut, naming the nearest ones that do; starts nothing."""
+    """Refuse a degree that does not divide what the rules split, naming the nearest ones that do; starts nothing."""
     styles = styles_by_name(module, rules)
     counts = dict(_counts(module, styles))
-    for words, count in counts.items():
+    for what, count in counts.items():
         if count % degree:
             raise PlanError(
-                f"tp={degree} does not divide {words}",
+                f"tp={degree} does not divide {what}",
                 code="plan.tp-not-divisible",
                 fix=_valid_degrees(degree, counts.values()),
             )
@@ -226,7 +231,7 @@ def _declared(module: nn.Module) -> dict[str, str]:
 
 
 def _translate(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Return transformers' plan in our words; entries for variants that this model is not are left out."""
+    """Return transformers' plan as rules of ours; entries for variants that this model is not are left out."""
     names = [name for name, _ in module.named_modules()] + [name for name, _ in module.named_parameters()]
     rules: dict[str, str] = {}
     for pattern, style in plan.items():
@@ -244,9 +249,9 @@ def _translate(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 
 
 def _with_embeddings(module: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
-    """Cut an embedding together with the head it is tied to; leave both whole where it cannot be cut."""
+    """Split an embedding together with the head it is tied to; leave both whole where it cannot be split."""
     embeddings = {name: child for name, child in module.named_modules() if isinstance(child, nn.Embedding)}
-    whole = {id(child.weight) for child in embeddings.values() if not can_cut_vocabulary(child)}
+    whole = {id(child.weight) for child in embeddings.values() if not can_split_vocabulary(child)}
     kept, tied = dict(rules), set()
     for name, style in styles_by_name(module, rules).items():
         weight = id(getattr(module.get_submodule(name), "weight", None))
@@ -257,8 +262,8 @@ def _with_embeddings(module: nn.Module, rules: Mapping[str, str]) -> dict[str, s
     return kept | {name: "vocab" for name, child in embeddings.items() if id(child.weight) in tied}
 
 
-def can_cut_vocabulary(module: nn.Module) -> bool:
-    """Whether it is a plain Embedding: a subclass may compute anything, the two options look at all rows."""
+def can_split_vocabulary(module: nn.Module) -> bool:
+    """Whether it is a plain Embedding: a subclass may compute anything, the two options read all rows."""
     return type(module).forward is nn.Embedding.forward and not (module.max_norm or module.scale_grad_by_freq)
 
 
@@ -276,14 +281,12 @@ def _stream_norms(module: nn.Module, rules: Mapping[str, str]) -> dict[str, str]
 def _without_rule(module: nn.Module, rules: Mapping[str, str], blocks: Iterable[str]) -> list[str]:
     """Names of modules inside blocks that own parameters and that no rule covers."""
     covered = [pattern for pattern, style in rules.items() if style in {"sequence", "summed"}]
-    return [
-        name
-        for name, child in module.named_modules()
-        if next(child.parameters(recurse=False), None) is not None
-        and within(blocks, name)
-        and not within(covered, name)
-        and not any(matches(pattern, name) for pattern in rules)
-    ]
+    found = []
+    for name, child in module.named_modules():
+        has_own = next(child.parameters(recurse=False), None) is not None
+        if has_own and within(blocks, name) and not within(covered, name) and not matches_any(rules, name):
+            found.append(name)
+    return found
 
 
 def _general(name: str) -> str:
@@ -299,7 +302,7 @@ def _check_kind(name: str, module: nn.Module, style: str) -> None:
             code="job.tensor-rule-not-linear",
             fix="name plain Linear modules only",
         )
-    if style == "vocab" and not can_cut_vocabulary(module):
+    if style == "vocab" and not can_split_vocabulary(module):
         raise JobError(
             f"tensor rule 'vocab' names {name}, which is not a plain Embedding without max_norm and scale_grad_by_freq",
             code="job.tensor-rule-not-embedding",
@@ -308,17 +311,17 @@ def _check_kind(name: str, module: nn.Module, style: str) -> None:
 
 
 def _counts(module: nn.Module, styles: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """What a degree must divide, in words and as a number; heads first, for they say more than widths."""
+    """What a degree must divide, as text and as a number; heads first, since they are clearer than widths."""
     for name, style in styles.items():
         if style == "column" and "att" in name.lower():
             yield from _heads(module, name)
         elif style == "heads":
             yield from ((f"{name}.{own}, which is {n}", n) for own, n in _own_counts(module.get_submodule(name)))
     for name, style in styles.items():
-        # A head or a vocabulary may be cut unevenly: GPT-2's 50,257 tokens divide by nothing useful.
+        # A head or a vocabulary may be split unevenly: GPT-2's 50,257 tokens divide by nothing useful.
         if style in {"column", "row", "row_split"}:
             child: Any = module.get_submodule(name)
-            size = int(child.weight.shape[cut_dimension(child, style, "weight") or 0])
+            size = int(child.weight.shape[split_dim(child, style, "weight") or 0])
             yield f"the {size} {'outputs' if style == 'column' else 'inputs'} of {name}", size
 
 
@@ -341,34 +344,34 @@ def _valid_degrees(degree: int, counts: Iterable[int]) -> str:
 
 
 def _check_ties(module: nn.Module, styles: Mapping[str, str]) -> None:
-    """Refuse rules that would cut one shared parameter in two ways."""
+    """Refuse rules that would split one shared parameter in two ways."""
     seen: dict[int, tuple[str, int | None]] = {}
     for name, child in module.named_modules():
         for kind, parameter in child.named_parameters(recurse=False):
-            cut = cut_dimension(child, styles.get(name), kind)
-            first, before = seen.setdefault(id(parameter), (f"{name}.{kind}", cut))
-            if cut != before:
+            split = split_dim(child, styles.get(name), kind)
+            first, before = seen.setdefault(id(parameter), (f"{name}.{kind}", split))
+            if split != before:
                 raise JobError(
-                    f"{first} is also {name}.{kind}, and the tensor rules cut the two differently",
+                    f"{first} is also {name}.{kind}, and the tensor rules split the two differently",
                     code="job.tensor-rules-tied",
-                    fix='cut both over the vocabulary ("vocab" and "column_gathered"), or neither',
+                    fix='split both over the vocabulary ("vocab" and "column_gathered"), or neither',
                 )
 
 
 def _check_sequence(module: nn.Module, rules: Mapping[str, str], styles: Mapping[str, str]) -> None:
-    """Refuse sequence parallelism where the rules do not say all about a block."""
+    """Refuse sequence parallelism where the rules do not cover a block."""
     fix = "set sequence_parallel = false, or complete Job(tensor_rules=...)"
     blocks = block_patterns(rules)
     outside = [name for name, style in styles.items() if style == "sequence" and not within(blocks, name)]
     if not blocks or outside:
         where = f"{outside[0]}, which is in no repeated block" if outside else "no norm of a repeated block"
         raise PlanError(
-            f"sequence parallelism: the tensor rules say 'sequence' of {where}",
+            f"sequence parallelism: the tensor rules have 'sequence' for {where}",
             code="job.tensor-rule-sequence",
             fix=fix,
         )
     left = _without_rule(module, rules, blocks)
     if left:
         raise PlanError(
-            f"sequence parallelism: no tensor rule says how {left[0]} runs", code="job.tensor-rule-missing", fix=fix
+            f"sequence parallelism: no tensor rule covers {left[0]}", code="job.tensor-rule-missing", fix=fix
         )

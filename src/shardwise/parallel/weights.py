@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwise.errors import JobError
 from shardwise.hardware import available_memory
-from shardwise.parallel.skeleton import draw
+from shardwise.parallel.skeleton import initialize
 from shardwise.torch_private.modules import own_parameters
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Weights(Protocol):
     """Gives the whole value of one parameter or buffer after another."""
 
-    words: str
+    description: str
     """How the values come to be, for the start report."""
     from_model: bool
     """Whether the values are those that the job's model function gives under the job's seed."""
@@ -35,10 +35,10 @@ class Weights(Protocol):
         """Return the value on `device`, None where it is not wanted; called on every rank in the same order."""
 
 
-class DrawnWeights:
+class InitializedWeights:
     """Each value is drawn by its recipe, from the job's seed and the parameter's name: no rank needs another."""
 
-    words = "drawn by parameter name, piece by piece"
+    description = "initialized by parameter name, shard by shard"
     from_model = False
 
     def __init__(self, recipes: Mapping[str, Recipe], seed: int) -> None:
@@ -51,7 +51,7 @@ class DrawnWeights:
             return None
         # Always in fp32: every dtype then starts from the same values, up to its rounding.
         value = torch.empty(like.shape, dtype=torch.float32, device=device)
-        draw(self._recipes[name], value, name=name, seed=self._seed)
+        initialize(self._recipes[name], value, name=name, seed=self._seed)
         return value.to(like.dtype)
 
 
@@ -69,7 +69,7 @@ class StreamedWeights:
                 code="model.exceeds-host-memory",
                 fix="start from a file (Job.weights=), or give the model an init_weights() that sets every parameter",
             )
-        self.words = f"built on rank 0's host ({num_bytes / 1e9:.2g} GB) and handed out"
+        self.description = f"built on rank 0's host ({num_bytes / 1e9:.2g} GB) and broadcast"
         self._values = make_values() if rank == 0 else {}
         self._size = size
 
@@ -86,11 +86,13 @@ class StreamedWeights:
 
 
 class BuiltWeights:
-    """Every rank built the model for real: its parameters hold their values, which are given out again by name."""
+    """Every rank built the model for real: its parameters have their values, which are returned by name."""
 
     def __init__(self, values: Mapping[str, Tensor], source: Weights | None = None) -> None:
         """`source` is where the values came from, if not from the model's own construction."""
-        self.words = "built on every rank's host" if source is None else f"{source.words}, into a model built for real"
+        self.description = (
+            "built on every rank's host" if source is None else f"{source.description}, into a model built for real"
+        )
         self.from_model = source is None
         self._values = values
 
@@ -106,7 +108,7 @@ class FileWeights:
 
     def __init__(self, values: Mapping[str, Tensor], saved_as: Mapping[str, str], path: Path) -> None:
         """`saved_as` gives each tensor's name in the file."""
-        self.words = f"read from {path}"
+        self.description = f"read from {path}"
         self._values = values
         self._saved_as = saved_as
         self._path = path
@@ -172,10 +174,10 @@ def share_values(module: nn.Module, device: torch.device) -> None:
 
 def _holders(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     holders: dict[int, list[tuple[nn.Module, str]]] = {}
-    for part in module.modules():
-        for attribute, parameter in own_parameters(part).items():
+    for submodule in module.modules():
+        for attribute, parameter in own_parameters(submodule).items():
             if parameter is not None:
-                holders.setdefault(id(parameter), []).append((part, attribute))
+                holders.setdefault(id(parameter), []).append((submodule, attribute))
     return holders
 
 
@@ -188,7 +190,7 @@ def open_weights(path: Path) -> Mapping[str, Tensor]:
         files = sorted(path.glob("*.safetensors"))
         if not files:
             raise JobError(
-                f"Job.weights {path} holds no .safetensors file",
+                f"Job.weights {path} has no .safetensors file",
                 code="model.weights-no-safetensors",
                 fix="name a folder saved by save_pretrained",
             )

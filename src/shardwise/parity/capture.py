@@ -16,9 +16,9 @@ from shardwise.data.loaders import dataset_of
 from shardwise.data.rows import settle_marks, tensors
 from shardwise.engines.engine import engine_named
 from shardwise.parallel.collectives import full_values
+from shardwise.parallel.counter_dropout import FirstPass
+from shardwise.parallel.counter_random import name_modules, random_of
 from shardwise.parallel.gradsync import local
-from shardwise.parallel.keyed_draws import assign_places, draws_of
-from shardwise.parallel.keyed_masks import FirstPass
 from shardwise.parity.prepare import Preparation, prepare_job
 from shardwise.parity.progress import PauseLimit, Pulse, watched
 from shardwise.parity.reference import PlainTraining, Variant, true_double, vary
@@ -265,7 +265,7 @@ class _TrainingWatch:
         """Note what the step made; communicates over the world when the step is looked at closely."""
         if self._first_pass is not None:
             self._first_pass.end()
-            self.seen.drawn_by = next((name or "the model" for name in self._first_pass.drew), "")
+            self.seen.drawn_by = next((name or "the model" for name in self._first_pass.sampled), "")
             self._first_pass = None
         drawn = self._step.random_state()
         self.seen.draws_random |= any(not torch.equal(drawn[name], state) for name, state in self._streams.items())
@@ -294,10 +294,10 @@ class _TrainingWatch:
 
 def _watch_draws(step: Step | PlainTraining) -> FirstPass | None:
     """Have the first step of the reference name the modules that draw; None for any other, or if draws are keyed."""
-    if not isinstance(step, PlainTraining) or draws_of(step.model) is not None:
+    if not isinstance(step, PlainTraining) or random_of(step.model) is not None:
         return None
-    assign_places(step.model, staged=False)
-    draws = draws_of(step.model)
+    name_modules(step.model, staged=False)
+    draws = random_of(step.model)
     return None if draws is None else FirstPass(step.model, draws)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.data.rows import cut_rows
 from shardwise.job.generators import untouched_generators
 from shardwise.parallel.collectives import unwrap
-from shardwise.parallel.keyed_masks import KeyedMasks
+from shardwise.parallel.counter_dropout import CounterMasks
 from shardwise.parallel.tensor_rules import find_rules, styles_by_name
 from shardwise.parity.capture import grads_file, local_file, values_file
 from shardwise.parity.compare import all_values, load_tensors, relative_gaps
@@ -154,7 +154,7 @@ def _cell(job: Job, model: nn.Module, micro_batch: MicroBatch) -> Cell:
     keys = None if places is None else places.keys()
     is_short, output_rows = rows < filled and job.loss.by_row, OutputRows()
     with (
-        KeyedMasks(model, "cpu").of(model, keys, filled) if job.masks == "keyed" else nullcontext(),
+        CounterMasks(model, "cpu").of(model, keys, filled) if job.masks == "keyed" else nullcontext(),
         output_rows.watching(batch) if is_short else nullcontext(),
     ):
         output = job.forward(model, batch)

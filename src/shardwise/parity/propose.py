@@ -14,8 +14,8 @@ from shardwise.data.loaders import dataset_of
 from shardwise.errors import InputError, JobError
 from shardwise.job.job import rules_to_toml
 from shardwise.launcher.local.function import run_forked
-from shardwise.parallel.blueprint import structure
-from shardwise.parallel.propose_rules import ProposedSplit, merged, propose_cuts
+from shardwise.parallel.meta_model import structure
+from shardwise.parallel.propose_rules import ProposedSplit, merged, propose_splits
 from shardwise.parity.prepare import Preparation, job_name, job_source, prepare_job
 from shardwise.parity.runner import ParityRunner, preload
 from shardwise.parity.spec import PROPOSE_NPROC, PlanVerdict, verdict_lines
@@ -163,7 +163,7 @@ def _propose_splits(preparation: Preparation, degree: int) -> tuple[str, int, tu
     job = prepare_job(preparation)
     module = structure(job.model, job.seed).module
     batch = _first_batch(job)
-    splits = propose_cuts(module, lambda model: job.forward(model, batch), degree=degree)
+    splits = propose_splits(module, lambda model: job.forward(model, batch), degree=degree)
     return type(module).__name__, job.batch_size, splits
 
 

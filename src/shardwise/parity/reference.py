@@ -25,7 +25,7 @@ from shardwise.data.feed import MicroBatch, StepBatch
 from shardwise.data.rows import CountedCollate, map_rows, move, settle_marks
 from shardwise.job.generators import host_states, seed_generators
 from shardwise.job.schedules import check_schedule
-from shardwise.parallel.keyed_masks import KeyedMasks, key_dropouts
+from shardwise.parallel.counter_dropout import CounterMasks, replace_dropouts
 from shardwise.parallel.lora import add_adapters
 from shardwise.parallel.optimizer import Optimized
 from shardwise.parallel.parameter_rules import trainable_of
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from shardwise.dist import World
     from shardwise.job import Job, Metric
-    from shardwise.parallel.blueprint import Blueprint
+    from shardwise.parallel.meta_model import MetaModel
     from shardwise.parallel.weights import Weights
     from shardwise.plans import Plan
 
@@ -64,7 +64,7 @@ class PlainTraining:
         self.optimized = Optimized(optimizer=job.optimizer(named), named=named)
         self._parameters = [parameter for _, parameter in named]
         self._rates = [group["lr"] for group in self.optimized.param_groups]
-        self._masks = KeyedMasks(self.model, "cpu") if job.masks == "keyed" else None
+        self._masks = CounterMasks(self.model, "cpu") if job.masks == "keyed" else None
         self._job = job
         self._before_update = before_update
         self._number = 0
@@ -151,7 +151,7 @@ class PlainTraining:
         return all(bool(torch.isfinite(gradient).all()) for gradient in gradients if gradient is not None)
 
 
-def plain_model(job: Job, blueprint: Blueprint, *, double: bool) -> nn.Module:
+def plain_model(job: Job, meta_model: MetaModel, *, double: bool) -> nn.Module:
     """Return the model as `Job.model` builds it under the job's seed, with the values that training starts from."""
     seed_generators(job.seed)
     model = job.model()
@@ -160,14 +160,14 @@ def plain_model(job: Job, blueprint: Blueprint, *, double: bool) -> nn.Module:
     if job.lora is not None:
         add_adapters(model, job.lora)
     if job.masks == "keyed":
-        key_dropouts(model, staged=False)
-    weights = blueprint.weights
+        replace_dropouts(model, staged=False)
+    weights = meta_model.weights
     if weights is None:
         return model
-    specs = [spec for unit in blueprint.units for spec in unit.parameters]
+    specs = [spec for unit in meta_model.units for spec in unit.parameters]
     fill_parameters(model, specs, weights, torch.device("cpu"))  # adapters, which are on meta; of others nothing
     if not weights.from_model:
-        _copy_values(model, [*specs, *blueprint.buffers], weights)
+        _copy_values(model, [*specs, *meta_model.buffers], weights)
     return model
 
 

@@ -67,7 +67,8 @@ class FlightThread:
 
     def _copy_last(self) -> None:
         """Write down the last collective of each group: one that failed counts as done, and is where its rank ended."""
-        entries = _dump(stacks=_may_ask_for_stacks())
+        # torch imports its compiler to name lines, which breaks the same import under way in the script's own thread.
+        entries = _dump(stacks=is_inductor_imported())
         self._learn(entries)
         status = _status()
         newest = {str(entry["pg_id"]): entry for entry in entries if not entry["is_p2p"]}
@@ -131,7 +132,7 @@ class FlightThread:
 
     def _copy_stuck(self, stuck: dict[str, tuple[int, int]]) -> None:
         """Write down the oldest collective of each group that is not done."""
-        entries = _dump(stacks=_may_ask_for_stacks())
+        entries = _dump(stacks=is_inductor_imported())
         for number, now in stuck.items():
             mine = [entry for entry in entries if str(entry["pg_id"]) == number and not entry["retired"]]
             oldest = min(mine, key=lambda entry: entry["collective_seq_id"], default=None)
@@ -182,14 +183,6 @@ def _dump(*, stacks: bool) -> list[dict[str, Any]]:
     """Return all entries, oldest first; `pg_id` is numbered as in `_status`."""
     found = flight_records(entries=True, stacks=stacks)
     return [{**entry, "pg_id": f"{kind}{entry['pg_id']}"} for kind, read in found.items() for entry in read["entries"]]
-
-
-def _may_ask_for_stacks() -> bool:
-    """Whether torch can name lines without importing its compiler, which it looks for in compiled code.
-
-    An import here breaks the same import under way in the script's own thread. Who makes an optimizer has it.
-    """
-    return is_inductor_imported()
 
 
 def _site(frames: list[dict[str, Any]]) -> str:

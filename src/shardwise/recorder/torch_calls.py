@@ -33,7 +33,7 @@ from shardwise.torch_private.runtime import loader_iterator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from types import CodeType, FrameType, ModuleType
+    from types import CodeType, ModuleType
 
     from shardwise.runs.calls import CallRing
 
@@ -114,7 +114,7 @@ class CollectiveRecorder:
         self._groups: dict[int, _GroupState] = {}
         self._lives: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._sites = Sites(torch.__path__[0], ring.intern)
+        self.sites = Sites(torch.__path__[0], ring.intern)
         self._kinds: dict[tuple[Any, ...], int] = {}
         self._messages: dict[tuple[Any, ...], tuple[int, str]] = {}
         self._open: dict[int, int] = {}
@@ -124,7 +124,7 @@ class CollectiveRecorder:
     def wrap(self, method: str, real: Callable[..., Any]) -> Callable[..., Any]:
         """Return `real`, a method of ProcessGroup, with a record of each call."""
         ring, open_, groups, kinds = self.ring, self._open, self._groups, self._kinds
-        find, graph_task, getframe = self._sites.find, self._graph_task, sys._getframe  # noqa: SLF001 - the quickest
+        find, graph_task, getframe = self.sites.find, self._graph_task, sys._getframe  # noqa: SLF001 - the quickest
         key_of = key_maker(method)
         is_message = method in POINT_TO_POINT
         own = self._own
@@ -185,16 +185,12 @@ class CollectiveRecorder:
 
         @functools.wraps(real)
         def meet(*args: Any, **kwargs: Any) -> Any:
-            number = self.ring.issue(next(counts), what | self._sites.find(sys._getframe(1)))  # noqa: SLF001
+            number = self.ring.issue(next(counts), what | self.sites.find(sys._getframe(1)))  # noqa: SLF001
             made = real(*args, **kwargs)
             self.ring.leave(number)
             return made
 
         return meet
-
-    def site_of(self, frame: FrameType) -> int:
-        """Return the place of the user's line, from `frame` outwards."""
-        return self._sites.find(frame)
 
     def note(self, group: Any, operation: Operation, site: int) -> None:
         """Record a call of which only the issue is seen here."""
@@ -310,7 +306,7 @@ def _wrap(recorder: CollectiveRecorder, module: ModuleType, real: Callable[..., 
         group = resolve_group(module, given["group"], given.get("tag", ""))
         if group is not None:
             operation = _describe(real.__name__, given)
-            site = recorder.site_of(sys._getframe(2))  # noqa: SLF001 - inspect.currentframe takes no depth
+            site = recorder.sites.find(sys._getframe(2))  # noqa: SLF001 - inspect.currentframe takes no depth
             recorder.note(group, operation, site)
 
     @functools.wraps(real)

@@ -57,14 +57,9 @@ def padded_convolution(convolution: Any, images: Tensor, weight: Tensor, bias: T
 
 def transposed_padding(convolution: Any, images: Tensor, output_size: list[int] | None) -> list[int]:
     """Return the output padding by which a transposed convolution reaches `output_size`."""
+    sizes = convolution.stride, convolution.padding, convolution.kernel_size
     padding: list[int] = convolution._output_padding(
-        images,
-        output_size,
-        convolution.stride,
-        convolution.padding,
-        convolution.kernel_size,
-        len(convolution.stride),
-        convolution.dilation,
+        images, output_size, *sizes, len(convolution.stride), convolution.dilation
     )
     return padding
 

@@ -33,10 +33,10 @@ def required(owner: object, name: str) -> Any:
 
 
 def was_cuda_used() -> bool:
-    """Whether this process, or the one that it was forked from, used CUDA, if only to ask whether there is any.
+    """Whether this process initialized CUDA, or was forked from one that used it, if only to ask whether there is any.
 
-    `torch.cuda.is_initialized()` misses `is_available()`, after which a fork cannot use CUDA either. False where torch
-    is not imported; where it lacks the name, what `is_initialized` says.
+    A fork of a process that called `is_available()` cannot use CUDA, and `is_initialized()` is False there. False where
+    torch is not imported; the value of `is_initialized()` on a torch that lacks the name.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None:

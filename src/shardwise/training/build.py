@@ -16,13 +16,13 @@ from shardwise.job.generators import seed_generators
 from shardwise.job.schedules import check_schedule
 from shardwise.parallel.apply import MeshContext, apply_plan, gradient_sync
 from shardwise.parallel.batch_norm import foreign_batch_norms
-from shardwise.parallel.blueprint import job_blueprint, real_blueprint
 from shardwise.parallel.collectives import parameters_of, stages_of
 from shardwise.parallel.context import check_context
+from shardwise.parallel.counter_dropout import replace_dropouts
 from shardwise.parallel.first_passes import watch_forward, watch_inputs
 from shardwise.parallel.gradsync import GradNorm
-from shardwise.parallel.keyed_masks import key_dropouts
-from shardwise.parallel.lora import adapt_blueprint
+from shardwise.parallel.lora import adapt_meta_model
+from shardwise.parallel.meta_model import built_meta_model, job_meta_model
 from shardwise.parallel.optimizer import make_optimizer
 from shardwise.parallel.parameter_rules import (
     check_dense,
@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from shardwise.data.feed import StepBatch
     from shardwise.dist import World
     from shardwise.job import Job
-    from shardwise.parallel.blueprint import Blueprint
     from shardwise.parallel.gradsync import GradSync
+    from shardwise.parallel.meta_model import MetaModel
     from shardwise.plans import Plan
     from shardwise.plans.pipeline import StageSplit
     from shardwise.training.reading import Length
@@ -124,9 +124,9 @@ class BuildContext:
 def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) -> Step:
     """Make the Step of torch's own wrappers; called on every rank, communicates over the world."""
     place = find_place(plan, world)
-    blueprint = draw_up(job, plan, world)
-    around = context.step_context(job, plan, world, fill=not foreign_batch_norms(blueprint.module))
-    cut, model = _lay_out(job, blueprint, plan, place)
+    meta_model = draw_up(job, plan, world)
+    around = context.step_context(job, plan, world, fill=not foreign_batch_norms(meta_model.module))
+    cut, model = _lay_out(job, meta_model, plan, place)
     # Readers draw different dropout masks, whatever the model's initialization drew.
     seed_generators(job.seed + 1 + plan.layout.draw_index(world.rank))
     named = parameters_of(model)
@@ -145,7 +145,7 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
         sync=sync,
         update=_make_update(job, plan, world, model, sync.gain),
         autocast=Autocast(device_type=world.device.type, dtype=LOWER.get(plan.precision.compute)),
-        origin=blueprint.weights.words if blueprint.weights is not None else "",
+        origin=meta_model.weights.description if meta_model.weights is not None else "",
         after_first_backward=_first_check(named, plan, world, context.note, sync),
         batch_checks=_batch_checks(job, model, plan, world, context.note),
         **vars(around),
@@ -177,9 +177,9 @@ def make_feed(
     return feed, length
 
 
-def draw_up(job: Job, plan: Plan, world: World) -> Blueprint:
-    """Return the blueprint of the job's model for this plan; called on every rank."""
-    blueprint = job_blueprint(
+def draw_up(job: Job, plan: Plan, world: World) -> MetaModel:
+    """Return the meta_model of the job's model for this plan; called on every rank."""
+    meta_model = job_meta_model(
         job.model,
         seed=job.seed,
         weights=job.weights,
@@ -189,38 +189,38 @@ def draw_up(job: Job, plan: Plan, world: World) -> Blueprint:
         local_size=world.local_size,
         agree=lambda here: world.backend == "fake" or all(world.gather(here)),
     )
-    check_dense(blueprint.module)
-    check_parameters(blueprint.module, plan)
-    if isinstance(blueprint.weights, BuiltWeights) and world.size > 1:
-        share_values(blueprint.module, world.device)  # a model may draw from what no seed reaches
+    check_dense(meta_model.module)
+    check_parameters(meta_model.module, plan)
+    if isinstance(meta_model.weights, BuiltWeights) and world.size > 1:
+        share_values(meta_model.module, world.device)  # a model may draw from what no seed reaches
     if job.lora is not None:
-        blueprint = adapt_blueprint(blueprint, job.lora, seed=job.seed)
-    trainable_of(blueprint.module.named_parameters())  # here, since DDP refuses a frozen model in its own terms
-    check_dtypes(blueprint.module, plan, adapted=job.lora is not None)
+        meta_model = adapt_meta_model(meta_model, job.lora, seed=job.seed)
+    trainable_of(meta_model.module.named_parameters())  # here, since DDP refuses a frozen model in its own terms
+    check_dtypes(meta_model.module, plan, adapted=job.lora is not None)
     if plan.layout.cp > 1:
-        check_context(blueprint.module, plan.layout, own_loss=not job.loss.by_row)
+        check_context(meta_model.module, plan.layout, own_loss=not job.loss.by_row)
     if job.masks == "keyed":
-        key_dropouts(blueprint.module, staged=plan.layout.pp > 1)
+        replace_dropouts(meta_model.module, staged=plan.layout.pp > 1)
     if plan.layout.tp == 1:
-        return blueprint
-    return replace(blueprint, tensor_rules=find_rules(blueprint.module, job.tensor_rules))
+        return meta_model
+    return replace(meta_model, tensor_rules=find_rules(meta_model.module, job.tensor_rules))
 
 
-def _lay_out(job: Job, blueprint: Blueprint, plan: Plan, place: MeshContext) -> tuple[StageSplit | None, nn.Module]:
+def _lay_out(job: Job, meta_model: MetaModel, plan: Plan, place: MeshContext) -> tuple[StageSplit | None, nn.Module]:
     """Put the model under the plan: whole, or as the list of this rank's stages."""
     if plan.layout.pp == 1:
-        return None, apply_plan(blueprint, plan, place)
-    layers = find_layers(blueprint.module, job.layers)
-    cut = split_layers(plan, count_layers(blueprint.module, layers))
+        return None, apply_plan(meta_model, plan, place)
+    layers = find_layers(meta_model.module, job.layers)
+    cut = split_layers(plan, count_layers(meta_model.module, layers))
     stages = split_stages(
-        blueprint.module,
+        meta_model.module,
         cut,
         place.coordinate.pp,
         layers=layers,
         device=place.device,
         dtype=LOWER.get(plan.precision.compute) if plan.zero >= 2 else None,
     )
-    applied = torch.nn.ModuleList(apply_plan(replace(blueprint, module=stage), plan, place) for stage in stages)
+    applied = torch.nn.ModuleList(apply_plan(replace(meta_model, module=stage), plan, place) for stage in stages)
     share_copies(stages)
     return cut, applied
 
@@ -233,9 +233,9 @@ def find_place(plan: Plan, world: World) -> MeshContext:
         layout=layout,
         rank=world.rank,
         mesh=world.mesh(layout) if layout.world_size > 1 else None,
-        readers=world.axis_group(layout, plan.reader_axes),
-        host_readers=world.axis_group(layout, plan.reader_axes, on_host=True),
-        context=world.axis_group(plan.layout, ("cp",)),
+        dp_group=world.axis_group(layout, plan.reader_axes),
+        host_dp_group=world.axis_group(layout, plan.reader_axes, on_host=True),
+        cp_group=world.axis_group(plan.layout, ("cp",)),
     )
 
 
@@ -243,10 +243,12 @@ def _make_update(job: Job, plan: Plan, world: World, model: nn.Module, gain: int
     """Choose the update; communicates where a gradient is spread over ranks, to join those."""
     parameters = [parameter for _, parameter in parameters_of(model) if parameter.requires_grad]
     copies = tied_copies(stages_of(model)) if plan.layout.pp > 1 else ()  # type: ignore[arg-type]
-    cut_axes = tuple(axis for axis in ("shard", "tp") if axis != "shard" or plan.zero >= 2)
+    sharded_axes = tuple(axis for axis in ("shard", "tp") if axis != "shard" or plan.zero >= 2)
     layout = plan.layout.folded
-    group = world.axis_group(layout, ("pp", *cut_axes))
-    norm = GradNorm(parameters, layout=layout, cut_axes=cut_axes, group=group, device=world.device, copies=copies)
+    group = world.axis_group(layout, ("pp", *sharded_axes))
+    norm = GradNorm(
+        parameters, layout=layout, sharded_axes=sharded_axes, group=group, device=world.device, copies=copies
+    )
     return choose_update(
         norm,
         parameters=parameters,
@@ -310,17 +312,17 @@ def parallelize(model: nn.Module, plan: Plan, world: World) -> nn.Module:
     if world.size > 1:
         share_values(model, world.device)
     place = find_place(plan, world)
-    blueprint = real_blueprint(model)
+    meta_model = built_meta_model(model)
     if plan.layout.tp > 1:
-        blueprint = replace(blueprint, tensor_rules=find_rules(model, None))
-    parallel = apply_plan(blueprint, plan, place)
+        meta_model = replace(meta_model, tensor_rules=find_rules(model, None))
+    parallel = apply_plan(meta_model, plan, place)
     peers = world.axis_group(plan.layout, ("tp",), on_host=True)
     if peers is not None and world.backend != "fake":
         named = list(stages_of(parallel)[0].named_parameters())
         dtype = DTYPES[plan.precision.compute]
         watch_inputs(parallel, peers, lambda: refuse_unequal(unequal_gradients(named, peers, dtype)))
     if isinstance(parallel, FSDPModule):
-        ReducedList(parallel, place.host_readers, by_itself=True)
+        ReducedList(parallel, place.host_dp_group, by_itself=True)
     for part in parallel.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(float(plan.layout.dp))

@@ -23,11 +23,11 @@ from shardwise.errors import JobError, PlanError, RankFailedError, some_of
 from shardwise.job.job import call_model
 from shardwise.job.optimizers import SGD, AdamW
 from shardwise.launcher.local.function import run_forked
-from shardwise.parallel.blueprint import structure
 from shardwise.parallel.context import check_context
 from shardwise.parallel.first_passes import written_parameters
 from shardwise.parallel.fused_loss import find_head
 from shardwise.parallel.lora import add_adapters
+from shardwise.parallel.meta_model import structure
 from shardwise.parallel.parameter_rules import (
     check_dtypes,
     check_optimizer,
@@ -39,7 +39,7 @@ from shardwise.parallel.parameter_rules import (
 from shardwise.parallel.sharded import check_sharded
 from shardwise.parallel.stages import check_stages, count_layers, find_layers
 from shardwise.parallel.support import require_supported, uses_ddp
-from shardwise.parallel.tensor_rules import check_tensor, cut_dimension, find_rules, styles_by_name
+from shardwise.parallel.tensor_rules import check_tensor, find_rules, split_dim, styles_by_name
 from shardwise.plans.pipeline import check_pipeline, split_layers
 from shardwise.torch_private.dispatch import tree_map_only
 from shardwise.training.step.captured import check_shapes, sampled_batches, sampled_forms
@@ -293,7 +293,7 @@ def _split_dims(module: nn.Module, tensor_rules: Mapping[str, str] | None) -> Di
     dims: Dims = {}
     for name, _ in trained:
         owner, _, kind = name.rpartition(".")
-        dims[name] = cut_dimension(module.get_submodule(owner), styles.get(owner), kind)
+        dims[name] = split_dim(module.get_submodule(owner), styles.get(owner), kind)
     return dims
 
 

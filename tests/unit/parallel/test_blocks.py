@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.parallel.blueprint import find_units
+from shardwise.parallel.meta_model import find_units
 from shardwise.parallel.recompute import find_blocks
 
 

@@ -128,9 +128,9 @@ def test_a_vocabulary_cut_unevenly_over_ranks_gives_the_whole_numbers():
 
     def body(world):
         own = slice(0, 26) if world.rank == 0 else slice(26, WORDS)
-        part = Slice(group=torch.distributed.group.WORLD, first=own.start, words=WORDS)
+        shard = Slice(group=torch.distributed.group.WORLD, first=own.start, vocabulary=WORDS)
         weight, bias = (each.detach()[own].requires_grad_() for each in (head.weight, head.bias))
-        loss = linear_cross_entropy(hidden, weight, bias, targets, ignore=-100, part=part, chunk=10)
+        loss = linear_cross_entropy(hidden, weight, bias, targets, ignore=-100, shard=shard, chunk=10)
         torch.testing.assert_close(loss, expected)
         found = torch.autograd.grad(loss, [hidden, weight, bias], torch.tensor(0.3, dtype=torch.float64))
         for got, whole, cut in zip(found, grads, (slice(None), own, own), strict=True):
@@ -146,9 +146,9 @@ def test_a_target_outside_a_cut_vocabulary_raises_as_it_does_outside_a_whole_one
         fused(hidden, head, outside)
 
     def body(_):
-        part = Slice(group=torch.distributed.group.WORLD, first=0, words=WORDS)
+        shard = Slice(group=torch.distributed.group.WORLD, first=0, vocabulary=WORDS)
         with pytest.raises(RuntimeError, match="out of bounds"):
-            fused(hidden, head, outside, part=part)
+            fused(hidden, head, outside, shard=shard)
 
     run_ranks(body, 1)
 

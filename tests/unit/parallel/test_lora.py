@@ -9,11 +9,11 @@ from torch import nn
 
 import shardwise as sw
 from refusals import refuses
-from shardwise.parallel.blueprint import job_blueprint
-from shardwise.parallel.lora import adapt_blueprint, adapted, add_adapters
+from shardwise.parallel.lora import adapt_meta_model, adapted, add_adapters
+from shardwise.parallel.meta_model import job_meta_model
 from shardwise.parallel.parameter_rules import check_dtypes
 from shardwise.parallel.recompute import find_blocks
-from shardwise.parallel.tensor_rules import cut_dimension, find_rules, styles_by_name
+from shardwise.parallel.tensor_rules import find_rules, split_dim, styles_by_name
 from shardwise.parallel.weights import fill_parameters
 from shardwise.plans import Plan, Precision
 
@@ -24,9 +24,9 @@ def decoder():
     return sw.models.decoder("llama-tiny", vocab_size=32, width=16, num_layers=2, num_heads=4, context=8)
 
 
-def blueprint(make=decoder, lora=LORA, seed=0):
-    drawn = job_blueprint(make, seed=seed, weights=None, rank=0, size=1, double=False)
-    return adapt_blueprint(drawn, lora, seed=seed)
+def meta_model(make=decoder, lora=LORA, seed=0):
+    drawn = job_meta_model(make, seed=seed, weights=None, rank=0, size=1, double=False)
+    return adapt_meta_model(drawn, lora, seed=seed)
 
 
 def filled(plan):
@@ -36,7 +36,7 @@ def filled(plan):
 
 
 def test_only_adapters_are_trained_and_no_other_name_changes():
-    module = blueprint().module
+    module = meta_model().module
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     own = {name for name, _ in decoder().named_parameters()}
     assert {name for name, _ in module.named_parameters()} == own | trained
@@ -50,8 +50,8 @@ def test_only_adapters_are_trained_and_no_other_name_changes():
 
 def test_adapters_start_at_nothing_and_differ_from_each_other():
     tokens = torch.arange(8)[None]
-    plain = filled(job_blueprint(decoder, seed=0, weights=None, rank=0, size=1, double=False))
-    module = filled(blueprint())
+    plain = filled(job_meta_model(decoder, seed=0, weights=None, rank=0, size=1, double=False))
+    module = filled(meta_model())
     assert torch.equal(module(tokens), plain(tokens))
     downs = [part.lora_A.weight for _, part in adapted(module)]
     assert not torch.equal(downs[0], downs[2])  # seeded by name
@@ -95,10 +95,10 @@ def test_adapters_make_no_blocks_of_linear_modules():
 
 
 def test_factors_are_cut_as_the_matrix_beside_them():
-    module = blueprint().module
+    module = meta_model().module
     styles = styles_by_name(module, find_rules(module, None))
     cuts = {
-        name: cut_dimension(module.get_submodule(f"blocks.0.attn.{name}"), styles[f"blocks.0.attn.{name}"], "weight")
+        name: split_dim(module.get_submodule(f"blocks.0.attn.{name}"), styles[f"blocks.0.attn.{name}"], "weight")
         for name in ("qkv", "qkv.lora_A", "qkv.lora_B", "out", "out.lora_A", "out.lora_B")
     }
     assert cuts == {"qkv": 0, "qkv.lora_A": None, "qkv.lora_B": 0, "out": 1, "out.lora_A": 1, "out.lora_B": None}
@@ -138,7 +138,7 @@ def test_adapters_are_added_once():
 
 
 def test_frozen_weights_may_be_in_the_compute_dtype_and_in_no_other():
-    module = blueprint(lambda: decoder().bfloat16()).module
+    module = meta_model(lambda: decoder().bfloat16()).module
     assert {part.lora_A.weight.dtype for _, part in adapted(module)} == {torch.float32}
     check_dtypes(module, Plan(precision=Precision(compute="bf16")), adapted=True)
     with refuses("model.frozen-dtype-mismatch", "embed.weight (bfloat16)"):

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from refusals import refuses
-from shardwise.parallel.propose_rules import propose_cuts, propose_rules
+from shardwise.parallel.propose_rules import propose_rules, propose_splits
 
 WIDTH, HEADS = 12, 4
 X = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -162,7 +162,7 @@ def test_rules_follow_the_flow_of_activations(make, wanted):
 
 
 def test_every_part_has_a_weaker_way_that_keeps_activations_whole():
-    (cut,) = propose_cuts(ByShape(), run)
+    (cut,) = propose_splits(ByShape(), run)
     assert cut.name == "d"
     assert cut.ways == (QKV, GATHERED)
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise import Lora, models
 from shardwise.parallel.lora import add_adapters
 from shardwise.parallel.tensor import tensor_parallel
-from shardwise.parallel.tensor_gradients import draws_masks
+from shardwise.parallel.tensor_gradients import uses_dropout
 from shardwise.parallel.tensor_rules import find_rules
 from shardwise.testing import run_ranks
 
@@ -144,13 +144,13 @@ def _state_before_forward(world):
 
 
 def test_models_without_dropout_are_left_alone():
-    assert not draws_masks(models.decoder("gpt2-tiny"))
-    assert not draws_masks(Net(p=0.0))
+    assert not uses_dropout(models.decoder("gpt2-tiny"))
+    assert not uses_dropout(Net(p=0.0))
 
 
 def test_a_rate_in_a_config_counts_as_dropout():
     transformers = pytest.importorskip("transformers")
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     with torch.device("meta"):
-        assert draws_masks(transformers.LlamaModel(transformers.LlamaConfig(**shape, attention_dropout=0.1)))
-        assert not draws_masks(transformers.LlamaModel(transformers.LlamaConfig(**shape)))
+        assert uses_dropout(transformers.LlamaModel(transformers.LlamaConfig(**shape, attention_dropout=0.1)))
+        assert not uses_dropout(transformers.LlamaModel(transformers.LlamaConfig(**shape)))

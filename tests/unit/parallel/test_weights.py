@@ -7,11 +7,11 @@ from torch import nn
 
 import shardwise as sw
 from refusals import refuses
-from shardwise.parallel import blueprint as blueprint_module
-from shardwise.parallel.apply import MeshContext, lay_out
-from shardwise.parallel.blueprint import job_blueprint
-from shardwise.parallel.skeleton import draw, skeleton
-from shardwise.parallel.weights import BuiltWeights, DrawnWeights, StreamedWeights
+from shardwise.parallel import meta_model as meta_model_module
+from shardwise.parallel.apply import MeshContext, materialize
+from shardwise.parallel.meta_model import job_meta_model
+from shardwise.parallel.skeleton import initialize, skeleton
+from shardwise.parallel.weights import BuiltWeights, InitializedWeights, StreamedWeights
 from shardwise.plans import Plan
 from shardwise.testing import run_ranks
 
@@ -41,9 +41,9 @@ class Redrawn(nn.Module):
 
 
 def built(make_model, *, weights=None, seed=0):
-    blueprint = job_blueprint(make_model, seed=seed, weights=weights, rank=0, size=1, double=False)
-    place = MeshContext(device=torch.device("cpu"), layout=sw.Layout(), rank=0, mesh=None, readers=None)
-    return lay_out(blueprint.module, Plan(), place, blueprint), blueprint.weights
+    meta_model = job_meta_model(make_model, seed=seed, weights=weights, rank=0, size=1, double=False)
+    place = MeshContext(device=torch.device("cpu"), layout=sw.Layout(), rank=0, mesh=None, dp_group=None)
+    return materialize(meta_model.module, Plan(), place, meta_model), meta_model.weights
 
 
 def test_a_skeleton_takes_no_memory_but_keeps_its_buffers():
@@ -54,7 +54,7 @@ def test_a_skeleton_takes_no_memory_but_keeps_its_buffers():
 
 def test_a_model_with_init_weights_is_drawn_by_name():
     module, weights = built(Redrawn)
-    assert isinstance(weights, DrawnWeights)
+    assert isinstance(weights, InitializedWeights)
     assert module.linear.weight.std() > 0.1
     assert torch.equal(module.linear.bias, torch.zeros(3))
 
@@ -64,7 +64,7 @@ def test_drawn_weights_depend_on_name_and_seed_alone():
     values = {}
     for key in [("a", 0), ("a", 0), ("b", 0), ("a", 1)]:
         value = torch.empty(3, 3)
-        draw(recipes["linear.weight"], value, name=key[0], seed=key[1])
+        initialize(recipes["linear.weight"], value, name=key[0], seed=key[1])
         if key in values:
             assert torch.equal(value, values[key])
         values[key] = value
@@ -153,7 +153,7 @@ def test_a_model_larger_than_the_host_is_refused_before_it_is_built():
 
 
 def test_only_rank_0_builds_a_model_that_is_too_large_for_every_rank(monkeypatch):
-    monkeypatch.setattr(blueprint_module, "_HOST_SHARE", 0.0)
+    monkeypatch.setattr(meta_model_module, "_HOST_SHARE", 0.0)
 
     def body(world):
         built_here = []
@@ -163,11 +163,11 @@ def test_only_rank_0_builds_a_model_that_is_too_large_for_every_rank(monkeypatch
             built_here.append(not model.scale.is_meta)
             return model
 
-        blueprint = job_blueprint(make_model, seed=0, weights=None, rank=world.rank, size=world.size, double=False)
+        meta_model = job_meta_model(make_model, seed=0, weights=None, rank=world.rank, size=world.size, double=False)
         place = MeshContext(
-            device=world.device, layout=sw.Layout(replicate=2), rank=world.rank, mesh=None, readers=None
+            device=world.device, layout=sw.Layout(replicate=2), rank=world.rank, mesh=None, dp_group=None
         )
-        module = lay_out(blueprint.module, Plan.preset("ddp", 2), place, blueprint)
+        module = materialize(meta_model.module, Plan.preset("ddp", 2), place, meta_model)
         return any(built_here), module.scale.detach(), module.table
 
     (first, scale, table), (second, other_scale, other_table) = run_ranks(body, 2)

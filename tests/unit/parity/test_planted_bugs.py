@@ -17,7 +17,7 @@ from shardwise.layout import Layout
 from shardwise.parallel import apply, context, tensor
 from shardwise.parallel import gradsync as norm
 from shardwise.parallel.batch_norm import BatchNorm
-from shardwise.parallel.tensor_gradients import CutRandom
+from shardwise.parallel.tensor_gradients import ShardedRandom
 from shardwise.parity import progress as pulse
 from shardwise.parity.verify import verify
 from shardwise.plans import pipeline
@@ -179,7 +179,7 @@ def test_scaled_gradient_of_one_parameter(plant):
 
 
 def test_a_weight_that_is_tied_too_late(monkeypatch):
-    def untie(module, plan, place, blueprint):
+    def untie(module, plan, place, meta_model):
         head = apply.unwrap(module).head
         if place.layout.world_size > 1:
             head.weight = torch.nn.Parameter(head.weight.detach().clone())
@@ -220,7 +220,7 @@ def test_local_buffers_that_forward_reads():
 
 
 def test_wrong_shard_of_a_tied_weight(monkeypatch):
-    def swap(module, plan, place, blueprint):
+    def swap(module, plan, place, meta_model):
         weight = module.embed.weight
         if isinstance(weight, DTensor):
             rows = weight.full_tensor().roll(len(weight) // 2, 0).chunk(2)[place.rank]
@@ -353,7 +353,7 @@ def test_unsynced_norm_clipping(plant):
 
 
 def test_equal_dropout_seeds_across_tensor_parallel_ranks(plant):
-    plant(CutRandom, "enter", lambda right, self: None)
+    plant(ShardedRandom, "enter", lambda right, self: None)
     finding = finding_on("tp", job="tensor_dropout")
     assert finding.cause == "equal dropout seeds across tensor-parallel ranks"
     assert finding.parameter == "0.inner"
@@ -361,7 +361,7 @@ def test_equal_dropout_seeds_across_tensor_parallel_ranks(plant):
 
 
 def test_different_dropout_seeds_outside_the_cut_region(plant):
-    plant(CutRandom, "leave", lambda right, self: None)
+    plant(ShardedRandom, "leave", lambda right, self: None)
     finding = finding_on("tp", job="tensor_dropout")
     assert finding.cause == "different dropout seeds outside the sharded region"
 
@@ -392,7 +392,7 @@ def test_ranks_that_read_the_same_rows(plant):
 
 
 def test_other_initial_weights(monkeypatch):
-    def disturb(module, plan, place, blueprint):
+    def disturb(module, plan, place, meta_model):
         if place.rank == 1:
             with torch.no_grad():
                 module.module.head.weight[3, 2] += 1e-3

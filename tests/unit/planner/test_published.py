@@ -15,7 +15,7 @@ from shardwise import models
 from shardwise.bench.memory import LiveBytes
 from shardwise.models.decoder import Block, Decoder, rotary_tables
 from shardwise.parallel.recompute import recompute_block
-from shardwise.parallel.tensor_rules import cut_dimension, styles_by_name
+from shardwise.parallel.tensor_rules import split_dim, styles_by_name
 from shardwise.planner.model import operators
 from shardwise.planner.model.decoder_parts import PUBLISHED, decoder_shape, published
 from shardwise.planner.model.resnet_parts import resnet_shape
@@ -303,7 +303,7 @@ def test_weights_are_cut_as_the_tensor_rules_say(name):
     for path, module in model.named_modules():
         for kind, parameter in module.named_parameters(recurse=False):
             if not path.startswith("blocks") or path.startswith("blocks.0"):
-                cut = cut_dimension(module, styles.get(path), kind) is not None
+                cut = split_dim(module, styles.get(path), kind) is not None
                 expected[f"{path}.{kind}".removeprefix("blocks.0.")] = (*parameter.shape[:1], parameter.numel(), cut)
     shape = published(name, compute="bf16", gathered=False)
     assert {w.name: (w.rows, w.numel, w.cut) for part in shape.parts for w in part.weights} == expected

@@ -80,6 +80,7 @@ def test_hooks_on_gradients_are_seen_and_shared():
 )
 def test_a_torch_without_a_name_gives_the_documented_answer(monkeypatch, owner, name, ask, answer):
     monkeypatch.delattr(owner, name)
+    monkeypatch.delattr(torch._C._distributed_c10d, "_dump_nccl_trace", raising=False)  # builds with NCCL have it too
     assert ask() == answer
 
 

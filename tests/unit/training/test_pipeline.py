@@ -115,7 +115,7 @@ def on_a_rank(world, *, make, plan, steps, job, prepare, autocast):
         length=Length(num_steps=len(steps), steps_per_epoch=None, source="test"),
     )
     mesh = world.mesh(plan.layout)
-    place = MeshContext(device=world.device, layout=plan.layout, rank=world.rank, mesh=mesh, readers=None)
+    place = MeshContext(device=world.device, layout=plan.layout, rank=world.rank, mesh=mesh, dp_group=None)
     step = PipelineStep(job, stages, parts, cut=cut, plan=plan, place=place)
     losses = [step(batch).loss_sum.item() for batch in steps]
     measured = step.measure(steps[-1].micro_batches[0], {"loss": job.loss})

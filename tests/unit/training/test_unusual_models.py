@@ -15,7 +15,7 @@ import shardwise as sw
 from jobs import FP64
 from refusals import refuses
 from shardwise.errors import InputError
-from shardwise.parallel import blueprint
+from shardwise.parallel import meta_model
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step
@@ -276,12 +276,12 @@ def test_a_lazy_module_that_has_seen_no_input_is_refused():
     ("kind", "lost"),
     [
         ("hooked", "a gradient hook on layers.0.weight"),
-        ("shuffled", "order, drawn while it is built"),
+        ("shuffled", "order, sampled while it is built"),
         ("listed", "a parameter kept in scales[0]"),
         ("computed", "buffer first, computed from weights"),
     ],
 )
 def test_a_model_too_large_for_every_rank_is_refused_by_what_it_would_lose(kind, lost, monkeypatch):
-    monkeypatch.setattr(blueprint, "_HOST_SHARE", 0.0)
+    monkeypatch.setattr(meta_model, "_HOST_SHARE", 0.0)
     with refuses("model.meta-loses-state", lost):
-        blueprint.job_blueprint(MODELS[kind], seed=0, weights=None, rank=0, size=1, double=False)
+        meta_model.job_meta_model(MODELS[kind], seed=0, weights=None, rank=0, size=1, double=False)

@@ -1,4 +1,4 @@
-"""Wiring: a Job, a Plan and a blueprint become a Step over `deepspeed.initialize`."""
+"""Wiring: a Job, a Plan and a meta_model become a Step over `deepspeed.initialize`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shardwise.dist import World
     from shardwise.job import Job
     from shardwise.parallel.apply import MeshContext
-    from shardwise.parallel.blueprint import Blueprint
+    from shardwise.parallel.meta_model import MetaModel
     from shardwise.plans import Plan
     from shardwise.training.build import BuildContext
     from shardwise.training.step.step import StepContext
@@ -41,29 +41,29 @@ if TYPE_CHECKING:
 def build_deepspeed_step(job: Job, plan: Plan, world: World, context: BuildContext) -> DeepSpeedStep:
     """Make the Step that trains `job` under `plan` with DeepSpeed; called on every rank, communicates."""
     place = find_place(plan, world)
-    blueprint = draw_up(job, plan, world)
-    around = context.step_context(job, plan, world, fill=not foreign_batch_norms(blueprint.module))
-    step = _build(job, plan, place, blueprint, around, local_rank=world.local_rank)
+    meta_model = draw_up(job, plan, world)
+    around = context.step_context(job, plan, world, fill=not foreign_batch_norms(meta_model.module))
+    step = _build(job, plan, place, meta_model, around, local_rank=world.local_rank)
     seed_generators(job.seed + 1 + plan.layout.draw_index(world.rank))
     return step
 
 
 def _build(
-    job: Job, plan: Plan, place: MeshContext, blueprint: Blueprint, around: StepContext, *, local_rank: int
+    job: Job, plan: Plan, place: MeshContext, meta_model: MetaModel, around: StepContext, *, local_rank: int
 ) -> DeepSpeedStep:
     deepspeed = load_deepspeed(plan, place.device, local_rank)
     config = engine_config(job, plan, place.device)
-    module = blueprint.module
+    module = meta_model.module
     shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
     _require_dimensions(shapes)
     for transform in (norm_batches, guard_convolutions, recompute):
-        module = transform(module, plan, place, blueprint)
+        module = transform(module, plan, place, meta_model)
     low = LOWER.get(plan.precision.compute)
     if low is not None:
         compute_in(module, low, place.device.type)
     deepspeed.init_distributed(verbose=False)
     attributes = attributes_of(module)
-    _fill(module, blueprint, place, _cutter(deepspeed, module, plan, config))
+    _fill(module, meta_model, place, _cutter(deepspeed, module, plan, config))
     restore_attributes(module, attributes)
     named = list(module.named_parameters())
     optimizer, groups = _make_optimizer(job, named, shapes, place.device)
@@ -73,10 +73,10 @@ def _build(
         # Below fp32 it has moved the optimizer once by a gradient of zeros: all its counts would be one ahead.
         engine.basic_optimizer.state.clear()
 
-    ranks = ZeroRanks(mesh=place.axis("shard"), group=place.readers, device=place.device)
+    ranks = ZeroRanks(mesh=place.axis("shard"), group=place.dp_group, device=place.device)
     holding = DeepSpeedState(find_pieces(engine, place.rank), named, shapes, ranks)
-    if low is not None and blueprint.weights is not None:
-        holding.start_from(blueprint.weights, [spec for unit in blueprint.units for spec in unit.parameters])
+    if low is not None and meta_model.weights is not None:
+        holding.start_from(meta_model.weights, [spec for unit in meta_model.units for spec in unit.parameters])
     plain = low is None and deepspeed_stage(plan) < 3
     update = EngineUpdate(engine, _own_norm(engine, named, plan, place) if low is None else None, place.device)
 
@@ -93,7 +93,7 @@ def _build(
         sync=EngineSync(plan.layout.dp),
         update=update,
         autocast=Autocast(device_type=place.device.type, dtype=None),
-        origin=blueprint.weights.words if blueprint.weights is not None else "",
+        origin=meta_model.weights.description if meta_model.weights is not None else "",
         **vars(around),
     )
     return DeepSpeedStep(job, engine, parts, holding, plain=plain, shapes=shapes)
@@ -122,18 +122,18 @@ def _require_dimensions(shapes: Mapping[str, torch.Size]) -> None:
         )
 
 
-def _fill(module: nn.Module, blueprint: Blueprint, place: MeshContext, cut: Callable[[nn.Module], Any] | None) -> None:
+def _fill(module: nn.Module, meta_model: MetaModel, place: MeshContext, cut: Callable[[nn.Module], Any] | None) -> None:
     """Give parameters their values, unit by unit, and cut each unit before the next comes; communicates."""
     parts = dict(module.named_modules())
-    for unit in blueprint.units:
-        if blueprint.weights is not None:
-            fill_parameters(module, unit.parameters, blueprint.weights, place.device)
+    for unit in meta_model.units:
+        if meta_model.weights is not None:
+            fill_parameters(module, unit.parameters, meta_model.weights, place.device)
         if cut is not None:
             cut(parts[unit.name])
     for buffer in module.buffers():
         buffer.data = buffer.data.to(place.device)
-    if blueprint.weights is not None:
-        fill_buffers(module, blueprint.buffers, blueprint.weights, place.device)
+    if meta_model.weights is not None:
+        fill_buffers(module, meta_model.buffers, meta_model.weights, place.device)
 
 
 def _cutter(deepspeed: Any, module: nn.Module, plan: Plan, config: dict[str, Any]) -> Callable[[nn.Module], Any] | None:
@@ -182,7 +182,7 @@ def _own_norm(engine: Any, named: list[tuple[str, nn.Parameter]], plan: Plan, pl
     if engine.zero_optimization_stage():
         return None
     trained = [parameter for _, parameter in named if parameter.requires_grad]
-    return GradNorm(trained, layout=plan.layout, cut_axes=(), group=None, device=place.device)
+    return GradNorm(trained, layout=plan.layout, sharded_axes=(), group=None, device=place.device)
 
 
 def _show_trained_values(module: nn.Module, holding: DeepSpeedState) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.errors import JobError
-from shardwise.parallel.collectives import all_gathered, own_part
+from shardwise.parallel.collectives import all_gathered, own_shard
 from shardwise.parallel.optimizer import host_mesh
 from shardwise.training.step.module_step import Held, counts_on_device
 
@@ -175,7 +175,7 @@ class DeepSpeedState:
         whole = whole.view(shape)
         if mesh is None or group is None or not shape:
             return whole.cpu() if on_host else whole
-        mine = own_part(whole, 0, group).clone()
+        mine = own_shard(whole, 0, group).clone()
         if on_host:
             mine, mesh = mine.cpu(), host_mesh(mesh)
         return DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=shape, stride=whole.stride())

@@ -19,7 +19,7 @@ from shardwise.parallel.parameter_rules import trainable_of
 from shardwise.parallel.recompute import find_blocks, recompute_block
 from shardwise.parallel.sharded import DTYPES
 from shardwise.parallel.skeleton import skeleton
-from shardwise.parallel.tensor_rules import check_tensor, cut_dimension, find_rules, styles_by_name
+from shardwise.parallel.tensor_rules import check_tensor, find_rules, split_dim, styles_by_name
 from shardwise.planner.trace.cuda_rules import CudaRules
 from shardwise.planner.trace.ledger import Ledger, LedgerEntry, Tally, mark_returned, weights_in
 from shardwise.torch_private.dispatch import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -127,7 +127,7 @@ def _cuts(model: nn.Module, job: Job) -> tuple[Mapping[str, str], tuple[int, ...
 def is_cut(model: nn.Module, parameter: str, styles: Mapping[str, str]) -> bool:
     """Whether tensor parallelism cuts a parameter."""
     owner, _, kind = parameter.rpartition(".")
-    return cut_dimension(model.get_submodule(owner), styles.get(owner), kind) is not None
+    return split_dim(model.get_submodule(owner), styles.get(owner), kind) is not None
 
 
 @dataclass(frozen=True, kw_only=True)

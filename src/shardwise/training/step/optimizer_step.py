@@ -9,8 +9,8 @@ import torch
 from shardwise.job import Loss
 from shardwise.parallel.batch_norm import batch_norms
 from shardwise.parallel.collectives import unwrap
+from shardwise.parallel.counter_dropout import CounterMasks
 from shardwise.parallel.fused_loss import deferred_in_evaluation, deferring_heads, with_logits
-from shardwise.parallel.keyed_masks import KeyedMasks
 from shardwise.training.step.first_step_checks import LossCheck, OutputRows, refuse_uncounted
 from shardwise.training.step.module_step import Held, ModuleStep, make_states, states_of
 from shardwise.training.step.step import NOTHING, StepReport
@@ -50,7 +50,7 @@ class OptimizerStep(ModuleStep):
         self._before_update = parts.before_update
         self._batch_checks = parts.batch_checks
         self._batch_norms = batch_norms(model)
-        self._masks = KeyedMasks(model, parts.autocast.device_type) if job.masks == "keyed" else None
+        self._masks = CounterMasks(model, parts.autocast.device_type) if job.masks == "keyed" else None
         self._parameters = list(model.parameters())
         self._heads = deferring_heads(model)
         self._loss_check: LossCheck | None = LossCheck(job.loss, parts.note)

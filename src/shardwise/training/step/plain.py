@@ -50,7 +50,7 @@ class PlainStep(OptimizerStep):
         # In the first step nothing communicates during backward: a parameter without gradient would leave DDP's
         # bucket waiting for it, and every other rank with it, before anybody could say its name.
         check = self._after_first_backward
-        keep_back = self._sync.accumulate if check is None else self._sync.hold
+        keep_back = self._sync.accumulate if check is None else self._sync.no_sync
         *first, last = micro_batches
         sums = []
         for micro_batch in first:

@@ -5,7 +5,7 @@ from engines.mlx.jobs import Net, TorchNet, make_job, make_plan
 
 import shardwise as sw
 from refusals import refuses
-from shardwise.parallel.blueprint import structure
+from shardwise.parallel.meta_model import structure
 
 
 def test_a_module_of_mlx_is_refused_by_engine_torch_with_what_to_give_the_job():

@@ -52,7 +52,7 @@ def train(net, optimizer, data):
     return torch.stack(losses)
 
 
-def own_part(world):
+def own_shard(world):
     return [tuple(tensor.chunk(world.size)[world.rank] for tensor in batch) for batch in batches()]
 
 
@@ -64,7 +64,7 @@ def mean_of_ranks(losses):
 def ddp(world):
     # Small buckets: several all-reduces are under way during one backward.
     net = DistributedDataParallel(model(), bucket_cap_mb=0.0005)
-    return mean_of_ranks(train(net, torch.optim.AdamW(net.parameters(), lr=0.01), own_part(world)))
+    return mean_of_ranks(train(net, torch.optim.AdamW(net.parameters(), lr=0.01), own_shard(world)))
 
 
 def fsdp2(world):
@@ -73,7 +73,7 @@ def fsdp2(world):
         if isinstance(layer, nn.Linear):
             fully_shard(layer)
     fully_shard(net)
-    return mean_of_ranks(train(net, torch.optim.AdamW(net.parameters(), lr=0.01), own_part(world)))
+    return mean_of_ranks(train(net, torch.optim.AdamW(net.parameters(), lr=0.01), own_shard(world)))
 
 
 def fsdp2_bf16(world):
@@ -81,7 +81,7 @@ def fsdp2_bf16(world):
     net = model().float()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, output_dtype=torch.float32)
     fully_shard(net, mp_policy=policy)
-    data = [tuple(tensor.float() for tensor in batch) for batch in own_part(world)]
+    data = [tuple(tensor.float() for tensor in batch) for batch in own_shard(world)]
     losses = mean_of_ranks(train(net, torch.optim.AdamW(net.parameters(), lr=0.01), data)).double()
     wanted, _ = alone()
     assert (losses - wanted).abs().max() < 0.02, (losses, wanted)
@@ -91,7 +91,7 @@ def fsdp2_bf16(world):
 def zero(world):
     net = DistributedDataParallel(model())
     optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.01)
-    return mean_of_ranks(train(net, optimizer, own_part(world)))
+    return mean_of_ranks(train(net, optimizer, own_shard(world)))
 
 
 def tensor(world):
@@ -132,7 +132,7 @@ def checkpoint(world):
     dist.broadcast_object_list(folder)
     net = model()
     fully_shard(net)
-    losses = mean_of_ranks(train(net, torch.optim.AdamW(net.parameters(), lr=0.01), own_part(world)))
+    losses = mean_of_ranks(train(net, torch.optim.AdamW(net.parameters(), lr=0.01), own_shard(world)))
     dcp.save({"model": net.state_dict()}, checkpoint_id=folder[0])
     read = {"model": model().state_dict()}
     dcp.load(read, checkpoint_id=folder[0])

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from refusals import refuses
-from shardwise.parallel.keyed_masks import KeyedMasks, key_dropouts
+from shardwise.parallel.counter_dropout import CounterMasks, replace_dropouts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,8 +33,8 @@ def outputs(num_parts):
     """Return output and gradient of eight rows, in so many micro-batches."""
     torch.manual_seed(0)
     model = Stochastic().cuda().double()
-    key_dropouts(model, staged=False)
-    masks, size = KeyedMasks(model, "cuda"), 8 // num_parts
+    replace_dropouts(model, staged=False)
+    masks, size = CounterMasks(model, "cuda"), 8 // num_parts
     rows = torch.randn(8, 16, 64, dtype=torch.float64).cuda()
     found = []
     for start in range(0, 8, size):
@@ -53,11 +53,11 @@ def test_what_a_model_draws_is_the_same_in_any_micro_batch():
 
 def test_a_fused_kernel_that_drops_is_refused_with_the_kernel_that_does_not():
     model = Stochastic().cuda()
-    key_dropouts(model, staged=False)
+    replace_dropouts(model, staged=False)
     rows = torch.randn(8, 16, 64).cuda()
     with (
         sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION),
         refuses("support.keyed-draws-operator", "_scaled_dot_product_", "SDPBackend.MATH"),
-        KeyedMasks(model, "cuda").of(model, KEYS, 8),
+        CounterMasks(model, "cuda").of(model, KEYS, 8),
     ):
         model(rows)

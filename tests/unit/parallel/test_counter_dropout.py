@@ -1,4 +1,4 @@
-"""Keyed masks: dropout by sample and place gives every layout the numbers of one process."""
+"""Counter-based dropout gives every layout the numbers of one process."""
 
 import dataclasses
 from collections import Counter
@@ -11,8 +11,8 @@ import shardwise as sw
 from jobs import FP64, Points, train_split
 from refusals import refuses
 from shardwise.data.cursor import Places
-from shardwise.parallel.keyed_draws import DrawContext, KeyedDraws
-from shardwise.parallel.keyed_masks import KeyedDropout, key_dropouts, keyed_mask
+from shardwise.parallel.counter_dropout import CounterDropout, dropout_mask, replace_dropouts
+from shardwise.parallel.counter_random import CounterRandom, RandomContext
 from shardwise.plans import Pipeline
 from shardwise.testing import run_ranks
 from shardwise.training.build import build_step
@@ -212,7 +212,7 @@ def keys(*indices, seed=0, epoch=0):
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
 def test_elements_are_dropped_with_their_probability(p):
-    kept = keyed_mask(keys(*range(100)), "drop:0", 10_000, p).double()
+    kept = dropout_mask(keys(*range(100)), "drop:0", 10_000, p).double()
     sigma = (p * (1 - p)) ** 0.5
     assert abs(kept.mean() - (1 - p)) < 4 * sigma / 1000
     assert (kept.mean(1) - (1 - p)).abs().max() < 5 * sigma / 100
@@ -230,13 +230,13 @@ def test_elements_are_dropped_with_their_probability(p):
     ],
 )
 def test_masks_of_samples_epochs_seeds_calls_and_places_are_independent(other):
-    one = keyed_mask(keys(0), "drop:0", 100_000, 0.5)
-    agree = (one == keyed_mask(*other, 100_000, 0.5)).double().mean()
+    one = dropout_mask(keys(0), "drop:0", 100_000, 0.5)
+    agree = (one == dropout_mask(*other, 100_000, 0.5)).double().mean()
     assert abs(agree - 0.5) < 4 * 0.5 / 100_000**0.5
 
 
 def test_neighbouring_elements_are_independent():
-    kept = keyed_mask(keys(3), "drop:0", 100_000, 0.5)[0]
+    kept = dropout_mask(keys(3), "drop:0", 100_000, 0.5)[0]
     for shift in (1, 2, 3, 16, 64, 768, 4096):
         agree = (kept[shift:] == kept[:-shift]).double().mean()
         assert abs(agree - 0.5) < 5 * 0.5 / 95_000**0.5
@@ -244,7 +244,7 @@ def test_neighbouring_elements_are_independent():
 
 def keyed(dropout, rows):
     model = nn.Sequential(dropout)
-    key_dropouts(model, staged=False)
+    replace_dropouts(model, staged=False)
     model[0].keys = keys(*range(rows))
     return model[0]
 
@@ -270,14 +270,14 @@ def test_nothing_is_dropped_in_eval_mode():
 
 def test_a_dropout_in_several_places_becomes_one_for_each():
     model = nn.ModuleList([nn.Sequential(DROP), nn.Sequential(DROP)])
-    key_dropouts(model, staged=True)
-    assert [part.name for part in model.modules() if isinstance(part, KeyedDropout)] == ["0.0", "1.0"]
+    replace_dropouts(model, staged=True)
+    assert [part.name for part in model.modules() if isinstance(part, CounterDropout)] == ["0.0", "1.0"]
 
 
 def test_a_part_in_several_places_is_refused_under_a_pipeline():
     part = nn.Sequential(nn.GELU(), nn.Dropout(0.5))
-    with refuses("support.keyed-masks-shared-module", "0.1", "2 places"):
-        key_dropouts(nn.ModuleList([part, part]), staged=True)
+    with refuses("support.keyed-masks-shared-module", "0.1", "2 times"):
+        replace_dropouts(nn.ModuleList([part, part]), staged=True)
 
 
 class OneForAll(nn.Linear):
@@ -300,8 +300,8 @@ class Shuffled(nn.Linear):
 @pytest.mark.parametrize(
     ("part", "refusal"),
     [
-        (OneForAll, ("support.keyed-draws-rows-first", "1.0 draws [] by rand", "of 8")),
-        (NoisyWeight, ("support.keyed-draws-parameter", "1.0 draws by randn_like")),
+        (OneForAll, ("support.keyed-draws-rows-first", "1.0 samples [] by rand", "of 8")),
+        (NoisyWeight, ("support.keyed-draws-parameter", "1.0 calls randn_like")),
         (Shuffled, ("support.keyed-draws-operator", "1.0", "randperm")),
     ],
 )
@@ -312,8 +312,8 @@ def test_a_draw_that_belongs_to_no_sample_is_refused_in_the_first_step_by_name(p
 
 
 def drawn(operation, rows, seed=0):
-    draws = KeyedDraws()
-    with draws.intercepting(DrawContext(keys(*range(rows), seed=seed), Counter(), ("layer",))):
+    draws = CounterRandom()
+    with draws.intercepting(RandomContext(keys(*range(rows), seed=seed), Counter(), ("layer",))):
         return operation()
 
 

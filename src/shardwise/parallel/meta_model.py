@@ -1,4 +1,9 @@
-"""The blueprint: a model's structure on no memory, the list of its tensors, and where their values come from."""
+"""The meta model: a model with its parameters on the meta device, its units, and where its values come from.
+
+No rank builds a large model whole. Values come from a checkpoint, streamed; from `init_weights`, seeded by parameter
+name and run shard by shard; or from one real build, broadcast shard by shard. The invariant: every world size starts
+from the values of one process. torchtitan also builds its models on the meta device.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ from shardwise.hardware import available_memory
 from shardwise.job.generators import seed_generators
 from shardwise.parallel.recompute import find_blocks
 from shardwise.parallel.skeleton import Skeleton, differing_values, generator_states, second_references, skeleton
-from shardwise.parallel.weights import BuiltWeights, DrawnWeights, FileWeights, StreamedWeights, open_weights
+from shardwise.parallel.weights import BuiltWeights, FileWeights, InitializedWeights, StreamedWeights, open_weights
 from shardwise.torch_private.modules import own_parameters
 
 if TYPE_CHECKING:
@@ -27,7 +32,7 @@ Specs = tuple[tuple[str, Tensor], ...]
 """(name, whole tensor on the meta device), in an order that is the same on every rank."""
 
 _HOST_SHARE = 0.25
-"""Part of the free host memory that the copies of a model may take which the ranks of a host build for real."""
+"""Share of the free host memory that the copies of a model may take which the ranks of a host build for real."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,21 +44,21 @@ class Unit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blueprint:
-    """A model to be laid out over ranks."""
+class MetaModel:
+    """A model to be materialized and sharded over ranks."""
 
     module: nn.Module
     """Parameters on the meta device unless `weights` is None."""
     weights: Weights | None
-    """None: the module holds its values, equal on every rank."""
+    """None: the module has its values already, equal on every rank."""
     units: tuple[Unit, ...]
     buffers: Specs
     """Buffers whose values `weights` gives; the others are real already."""
     tensor_rules: Mapping[str, str] = field(default_factory=dict)
-    """Module name pattern -> how tensor parallelism cuts it; empty without."""
+    """Module name pattern -> how tensor parallelism splits it; empty without."""
 
 
-def job_blueprint(
+def job_meta_model(
     make_model: Callable[[], nn.Module],
     *,
     seed: int,
@@ -63,13 +68,13 @@ def job_blueprint(
     double: bool,
     local_size: int = 1,
     agree: Callable[[bool], bool] = bool,
-) -> Blueprint:
-    """Return the blueprint of a job's model; called on every rank. With `double` everything is in fp64.
+) -> MetaModel:
+    """Return the meta model of a job; called on every rank. With `double` everything is in fp64.
 
     Values come from a file, else by recipe, else from the model's own construction: every rank builds it for real
     where the host has memory for the models of its `local_size` ranks, else rank 0 alone. A model that would lose
     something on the meta device is built for real, or refused by the name of that. `agree` communicates whether
-    something holds on all ranks.
+    something is true on all ranks.
     """
     found = structure(make_model, seed)
     module = found.module.double() if double else found.module
@@ -78,12 +83,12 @@ def job_blueprint(
     if weights is not None:
         source, buffers = _from_file(Path(weights), module, buffers)
     elif found.recipes is not None:
-        source, buffers = DrawnWeights(found.recipes, seed), ()
+        source, buffers = InitializedWeights(found.recipes, seed), ()
     num_bytes = sum(spec.numel() * spec.element_size() for _, spec in parameters + buffers)
     fits = agree(num_bytes * local_size <= _HOST_SHARE * available_memory())
-    lost = () if fits and source is None else (*found.lost, *_drawn(found, make_model, seed))
+    lost = () if fits and source is None else (*found.lost, *_sampled(found, make_model, seed))
     if fits and (source is None or lost):
-        return _built_blueprint(make_model, seed, source, buffers, double=double)
+        return _built_for_real(make_model, seed, source, buffers, double=double)
     if lost:
         raise JobError(
             f"the model is too large to be built for real on every rank ({num_bytes / 1e9:.1f} GB), and on the meta"
@@ -93,13 +98,13 @@ def job_blueprint(
         )
     if source is None:
         source = StreamedWeights(lambda: _real_values(make_model, seed), num_bytes=num_bytes, rank=rank, size=size)
-    return Blueprint(module=module, weights=source, units=find_units(module), buffers=buffers)
+    return MetaModel(module=module, weights=source, units=find_units(module), buffers=buffers)
 
 
-def _built_blueprint(
+def _built_for_real(
     make_model: Callable[[], nn.Module], seed: int, source: Weights | None, buffers: Specs, *, double: bool
-) -> Blueprint:
-    """Return the blueprint of the model built for real: hooks, classes and all that its construction drew are there."""
+) -> MetaModel:
+    """Return the model built for real, with hooks, classes and all that its construction sampled."""
     module = build_model(make_model, seed)
     if double:
         module = module.double()
@@ -112,7 +117,7 @@ def _built_blueprint(
                 if value is not None:
                     named[name].copy_(value)
     given = BuiltWeights({name: tensor.detach() for name, tensor in named.items()}, source)
-    return Blueprint(module=module, weights=given, units=find_units(module), buffers=() if source is None else buffers)
+    return MetaModel(module=module, weights=given, units=find_units(module), buffers=() if source is None else buffers)
 
 
 def build_model(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -135,36 +140,37 @@ def build_model(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
     return module
 
 
-def _drawn(found: Skeleton, make_model: Callable[[], nn.Module], seed: int) -> list[str]:
-    """Name what a model draws while it is built, apart from weights: where those draw nothing, its values differ."""
-    if not found.drew:
+def _sampled(found: Skeleton, make_model: Callable[[], nn.Module], seed: int) -> list[str]:
+    """Name what a model samples while it is built, apart from weights: attributes that differ between two seeds."""
+    if not found.sampled:
         return []
     seed_generators(seed + 1)
     other = skeleton(make_model).module
-    return [f"{place}, drawn while it is built" for place in differing_values(found.module, other)]
+    return [f"{name}, sampled while it is built" for name in differing_values(found.module, other)]
 
 
-def real_blueprint(module: nn.Module) -> Blueprint:
-    """Return the blueprint of a module that holds its values already."""
-    return Blueprint(module=module, weights=None, units=find_units(module), buffers=())
+def built_meta_model(module: nn.Module) -> MetaModel:
+    """Return the meta model of a module that has its values already."""
+    return MetaModel(module=module, weights=None, units=find_units(module), buffers=())
 
 
 def find_units(module: nn.Module) -> tuple[Unit, ...]:
-    """Return one unit per repeated block, then the rest; blocks that share a parameter with others are no units."""
+    """Return one unit per repeated block, then the rest, with blocks that share a parameter with others."""
     parameters = _specs(module.named_parameters())
     holders: dict[int, set[str]] = {}
     blocks = find_blocks(module)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), set()).add(_block_of(name, blocks))
-    shared = {block for owners in holders.values() if len(owners) > 1 for block in owners}
-    units = [
-        Unit(name=block, parameters=tuple((name, spec) for name, spec in parameters if name.startswith(f"{block}.")))
-        for block in blocks
-        if block not in shared
-    ]
-    taken = {name for unit in units for name, _ in unit.parameters}
-    rest = tuple((name, spec) for name, spec in parameters if name not in taken)
-    return (*units, Unit(name="", parameters=rest))
+    shared: set[str] = set()
+    for owners in holders.values():
+        if len(owners) > 1:
+            shared |= owners
+    own: dict[str, list[tuple[str, Tensor]]] = {block: [] for block in blocks if block not in shared}
+    rest: list[tuple[str, Tensor]] = []
+    for name, spec in parameters:
+        own.get(_block_of(name, blocks), rest).append((name, spec))
+    units = [Unit(name=block, parameters=tuple(specs)) for block, specs in own.items()]
+    return (*units, Unit(name="", parameters=tuple(rest)))
 
 
 def _block_of(name: str, blocks: Mapping[str, nn.Module]) -> str:
@@ -172,7 +178,7 @@ def _block_of(name: str, blocks: Mapping[str, nn.Module]) -> str:
 
 
 def structure(make_model: Callable[[], nn.Module], seed: int) -> Skeleton:
-    """Build a model with its parameters on the meta device; also the recipes of its weights, where they tell all."""
+    """Build a model with its parameters on the meta device; also the recipes of its weights, where they are known."""
     seed_generators(seed)
     before = generator_states()
     try:
@@ -181,15 +187,15 @@ def structure(make_model: Callable[[], nn.Module], seed: int) -> Skeleton:
         found = None
     if found is not None:
         _checked(found.module)
-        return found._replace(drew=generator_states() != before)
+        return found._replace(sampled=generator_states() != before)
     # Some models read their weights while they are built. Then every rank builds a whole one and forgets it.
     module = build_model(make_model, seed)
     references = tuple(second_references(module))
     forgotten = {id(old): nn.Parameter(old.to("meta"), old.requires_grad) for old in module.parameters()}
-    for part in module.modules():
-        for name, old in own_parameters(part).items():
+    for submodule in module.modules():
+        for name, old in own_parameters(submodule).items():
             if old is not None:
-                own_parameters(part)[name] = forgotten[id(old)]
+                own_parameters(submodule)[name] = forgotten[id(old)]
     lost = ("what it computes from its weights while it is built",)
     return Skeleton(module, None, lost, references=references)
 
