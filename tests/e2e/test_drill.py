@@ -89,7 +89,7 @@ def test_a_killed_rank_passes_and_a_frozen_one_that_nobody_looks_for_fails(folde
     found = results(done)
     assert found["kill"]["problems"] == []
     assert (found["kill"]["who"], found["kill"]["recovery"]) == ("rank 1", "restarted, resumed at step 4")
-    assert found["freeze"]["problems"] == ["nobody said that rank 1 was frozen after step 5"]
+    assert found["freeze"]["problems"] == ["it was not reported that rank 1 was frozen after step 5"]
     assert Path(found["freeze"]["run"]).is_dir()  # kept, to be looked at
 
 

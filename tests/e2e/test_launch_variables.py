@@ -90,7 +90,7 @@ def test_without_nccl_debug_no_log_file_is_named(tmp_path):
     ("script", "environ", "words"),
     [
         (DDP, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "CUDA_VISIBLE_DEVICES": ""}, "SIGSEGV"),
-        (SHOW, {"GLOO_SOCKET_IFNAME": "nowhere0"}, "nowhere0 is no interface of this machine"),
+        (SHOW, {"GLOO_SOCKET_IFNAME": "nowhere0"}, "nowhere0 is not an interface of this machine"),
     ],
     ids=["DETAIL with DDP on gloo", "no such interface"],
 )

@@ -64,7 +64,7 @@ def train(tmp_path, monkeypatch, capsys):
     [
         (["--preset", "gpc"], {}, "choose one of gcp"),
         (["--nproc", "2", "--plan", "ddp"], {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, "SIGSEGV"),
-        (PRESET, {"GLOO_SOCKET_IFNAME": "nowhere0"}, "nowhere0 is no interface of this machine"),
+        (PRESET, {"GLOO_SOCKET_IFNAME": "nowhere0"}, "nowhere0 is not an interface of this machine"),
         (PRESET, {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "doctor env --preset gcp --export"),
     ],
     ids=["unknown", "DETAIL with DDP on gloo", "no such interface", "a rank that others started"],

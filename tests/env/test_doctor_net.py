@@ -56,7 +56,7 @@ def test_a_cut_pair_is_named_and_nothing_is_left(tmp_path):
         lines = said.splitlines()
         failed = [line for line in lines if line.startswith("fail")]
         assert len(failed) == 1, said
-        assert "host1 does not come to host2 at 10.77.0.3 (No route to host), nor back" in failed[0]
+        assert "host1 does not reach host2 at 10.77.0.3 (No route to host), nor back" in failed[0]
         assert lines[-3:-1] == [
             "# without host2",
             "shardwise launch --hosts host0,host1 --master-addr 10.77.0.1 train.py",

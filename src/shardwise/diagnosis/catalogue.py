@@ -22,7 +22,7 @@ FAMILIES = re.compile(
     r"(NCCL|GLOO|TP|OMP|MKL|KMP|TORCH|PYTORCH|MASTER|FI|OFI_NCCL)_\w+|CUDA_(VISIBLE_DEVICES|DEVICE\w+|LAUNCH\w+|MODULE\w+)"
     r"|(LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_|GROUP_)?WORLD_SIZE"
 )
-"""Names that are looked at; others are none of ours."""
+"""Names of variables that a distributed job reads."""
 _ALMOST = 0.86
 """How alike a name must be to count as misspelt: one letter of fifteen wrong, or two swapped."""
 
@@ -33,12 +33,12 @@ class Variable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     meaning: str
     kind: Literal["flag", "integer", "choice", "choices", "level", "interfaces", "path", "text"]
     source: str
-    """Document that says so, by its key in [sources]."""
+    """Source document, by its key in [sources]."""
     values: tuple[str, ...] = ()
     range: tuple[int, int] | None = None
     default: str = ""
     since: str = ""
-    """Version of the library that has it first; empty: not said."""
+    """Version of the library that has it first; empty: unknown."""
     state: Literal["", "deprecated", "removed"] = ""
     use: str = ""
     """What to write in place of one that is deprecated or removed."""
@@ -49,11 +49,11 @@ class Variable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             return "" if value in {"0", "1"} or value.lower() in {"true", "false"} else "0 or 1"
         if self.kind == "integer":
             low, high = self.range or (-(1 << 62), 1 << 62)
-            words = f"a whole number from {low} to {high}" if self.range else "a whole number"
-            return "" if re.fullmatch(r"-?\d+", value) and low <= int(value) <= high else words
-        given = [word.strip().lstrip("^") for word in value.split(",")] if self.kind == "choices" else [value]
+            allowed = f"a whole number from {low} to {high}" if self.range else "a whole number"
+            return "" if re.fullmatch(r"-?\d+", value) and low <= int(value) <= high else allowed
+        given = [choice.strip().lstrip("^") for choice in value.split(",")] if self.kind == "choices" else [value]
         known = {one.upper() for one in self.values}
-        return "" if not known or all(word.upper() in known for word in given) else ", ".join(self.values)
+        return "" if not known or all(choice.upper() in known for choice in given) else ", ".join(self.values)
 
 
 class VariableCatalogue(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 
 from shardwise.diagnosis.catalogue import find_preset, read_catalogue
-from shardwise.diagnosis.env_rules import EnvironmentFacts, lint
+from shardwise.diagnosis.env_rules import EnvironmentFacts, explain_variables, lint
 from shardwise.diagnosis.machine.observe import observe_gpus, observe_interfaces, observe_rdma
 from shardwise.diagnosis.run.nccl_log import run_effects
 from shardwise.diagnosis.verdicts import Verdict, VerdictReport, verdict_lines
@@ -61,18 +61,16 @@ def _lint(preset: str | None, nproc: int) -> list[Verdict]:
     own = variables("")
     added = {} if preset is None else find_preset(preset).missing_from(own)
     _, gpus, hidden = observe_gpus()
-    found = lint(
-        {**own, **added},
-        EnvironmentFacts(
-            interfaces=tuple(interface.name for interface in observe_interfaces()),
-            has_rdma=any(observe_rdma()),
-            num_gpus=len(gpus) + hidden,
-            uses_nccl=bool(gpus) and "+cpu" not in package_version("torch"),
-            nproc=nproc,
-            cores=usable_cores(),
-        ),
+    here = EnvironmentFacts(
+        interfaces=tuple(interface.name for interface in observe_interfaces()),
+        has_rdma=any(observe_rdma()),
+        num_gpus=len(gpus) + hidden,
+        uses_nccl=bool(gpus) and "+cpu" not in package_version("torch"),
+        nproc=nproc,
+        cores=usable_cores(),
     )
-    return [*found.explained, *found.found]
+    environ = {**own, **added}
+    return explain_variables(environ) + lint(environ, here)
 
 
 def _effects(path: Path) -> list[Verdict]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.diagnosis.catalogue import FAMILIES, VariableCatalogue, read_catalogue
+from shardwise.diagnosis.catalogue import FAMILIES, read_catalogue
 from shardwise.diagnosis.machine.checks import nccl_matches
 from shardwise.diagnosis.verdicts import Verdict, fail, ok, warn
 from shardwise.environment import identify, num_threads, visible_cuda_devices
@@ -22,7 +22,7 @@ _LAUNCHED = ("TORCHELASTIC_RUN_ID", "SHARDWISE_LAUNCHED")
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentFacts:
-    """What the variables will meet."""
+    """Facts of the machine that variables are checked against."""
 
     interfaces: tuple[str, ...]
     """Names of all interfaces of this machine."""
@@ -64,7 +64,7 @@ def interface_is_here(environ: Environ, here: EnvironmentFacts) -> Iterator[Verd
     missing = [name for name in gloo.split(",") if name and name not in here.interfaces]
     if missing:
         hint = "; gloo takes exact names, without NCCL's ^ and =" if missing[0][0] in "^=" else ""
-        yield fail("GLOO_SOCKET_IFNAME", f"{missing[0]} is no interface of this machine{hint}", has)
+        yield fail("GLOO_SOCKET_IFNAME", f"{missing[0]} is not an interface of this machine{hint}", has)
 
 
 def infiniband_is_wanted(environ: Environ, here: EnvironmentFacts) -> Iterator[Verdict]:
@@ -73,12 +73,12 @@ def infiniband_is_wanted(environ: Environ, here: EnvironmentFacts) -> Iterator[V
     if off and environ.get("NCCL_NET", "").upper() == "IB":
         yield fail("NCCL_NET", "IB is demanded, and NCCL_IB_DISABLE=1 turns it off", "unset one of them")
     known = read_catalogue().variables
-    told = [name for name in environ if name.startswith("NCCL_IB_") and name in known and name != "NCCL_IB_DISABLE"]
-    told += [name for name in ("NCCL_NET_GDR_LEVEL", "NCCL_NET_GDR_READ") if name in environ]
-    if told and off:
-        yield warn(told[0], f"has no effect beside NCCL_IB_DISABLE=1{_more(told)}", "unset NCCL_IB_DISABLE, or these")
-    elif told and not here.has_rdma:
-        yield warn(told[0], f"no InfiniBand, RoCE or EFA device is here{_more(told)}", f"unset {' '.join(told)}")
+    given = [name for name in environ if name.startswith("NCCL_IB_") and name in known and name != "NCCL_IB_DISABLE"]
+    given += [name for name in ("NCCL_NET_GDR_LEVEL", "NCCL_NET_GDR_READ") if name in environ]
+    if given and off:
+        yield warn(given[0], f"has no effect beside NCCL_IB_DISABLE=1{_more(given)}", "unset NCCL_IB_DISABLE, or these")
+    elif given and not here.has_rdma:
+        yield warn(given[0], f"no InfiniBand, RoCE or EFA device is here{_more(given)}", f"unset {' '.join(given)}")
 
 
 def _more(names: list[str]) -> str:
@@ -131,7 +131,7 @@ def ranks_agree(environ: Environ, _here: EnvironmentFacts) -> Iterator[Verdict]:
 
 
 def one_launch_queue(environ: Environ, _here: EnvironmentFacts) -> Iterator[Verdict]:
-    """Say what CUDA_DEVICE_MAX_CONNECTIONS=1 is for."""
+    """Explain what CUDA_DEVICE_MAX_CONNECTIONS=1 is for."""
     if environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         yield warn(
             "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -149,7 +149,7 @@ def gpus_are_there(environ: Environ, here: EnvironmentFacts) -> Iterator[Verdict
     absent = [entry for entry in entries if entry.isdecimal() and int(entry) >= here.num_gpus]
     twice = [entry for entry in entries if entries.count(entry) > 1]
     if absent:
-        fact = f"{absent[0]} is no GPU of this machine: CUDA ignores it and all after it"
+        fact = f"{absent[0]} is not a GPU of this machine: CUDA ignores it and all after it"
         yield warn("CUDA_VISIBLE_DEVICES", fact, f"use 0 to {here.num_gpus - 1}")
     elif twice:
         yield warn("CUDA_VISIBLE_DEVICES", f"{twice[0]} stands there twice: CUDA shows no GPU at all", "name each once")
@@ -167,7 +167,7 @@ def kernels_run_ahead(environ: Environ, _here: EnvironmentFacts) -> Iterator[Ver
 
 
 def names_agree(environ: Environ, _here: EnvironmentFacts) -> Iterator[Verdict]:
-    """Find an old and a new name that say different things."""
+    """Find an old and a new name with different values."""
     for name in ("ASYNC_ERROR_HANDLING", "BLOCKING_WAIT", "DESYNC_DEBUG", "ENABLE_TIMING"):
         old, new = f"NCCL_{name}", f"TORCH_NCCL_{name}"
         if old in environ and environ.get(new, environ[old]) != environ[old]:
@@ -196,12 +196,12 @@ def log_files_differ(environ: Environ, here: EnvironmentFacts) -> Iterator[Verdi
 
 def nccl_is_used(environ: Environ, here: EnvironmentFacts) -> Iterator[Verdict]:
     """Find settings of NCCL where ranks talk through gloo."""
-    told = [name for name in environ if name.startswith(("NCCL_", "TORCH_NCCL_"))]
-    if told and not here.uses_nccl:
-        others = f" and {len(told) - 1} more" if told[1:] else ""
+    given = [name for name in environ if name.startswith(("NCCL_", "TORCH_NCCL_"))]
+    if given and not here.uses_nccl:
+        others = f" and {len(given) - 1} more" if given[1:] else ""
         yield warn(
             "NCCL",
-            f"{told[0]}{others} ignored: ranks use gloo here",
+            f"{given[0]}{others} ignored: ranks use gloo here",
             "unset them, or see shardwise doctor if there are GPUs",
         )
 
@@ -227,43 +227,37 @@ RULES: tuple[Callable[[Environ, EnvironmentFacts], Iterator[Verdict]], ...] = (
     log_files_differ,
     nccl_is_used,
 )
-"""All rules, in the order in which they are told."""
+"""All rules, in the order of the report."""
 
 
 # The lint of environment variables: what each does, what contradicts, what is ignored; pure.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lint:
-    """What the lint found."""
-
-    explained: tuple[Verdict, ...]
-    """One for every variable that is set, by name."""
-    found: tuple[Verdict, ...]
-    """What contradicts, is ignored or cannot work; the gravest first."""
+def explain_variables(environ: Mapping[str, str]) -> list[Verdict]:
+    """Return a verdict on each variable that a distributed job reads, by name."""
+    return [_explain(name, environ[name]) for name in sorted(environ) if FAMILIES.fullmatch(name)]
 
 
-def lint(environ: Mapping[str, str], here: EnvironmentFacts) -> Lint:
-    """Explain and judge the variables of `environ` that a distributed job obeys."""
-    named = {name: environ[name] for name in sorted(environ) if FAMILIES.fullmatch(name)}
+def lint(environ: Mapping[str, str], here: EnvironmentFacts) -> list[Verdict]:
+    """Return what contradicts, is ignored or cannot work in `environ`; failures first."""
+    found: list[Verdict] = []
+    for rule in RULES:
+        found += rule(environ, here)
+    return sorted(found, key=lambda verdict: verdict.state != "fail")
+
+
+def _explain(name: str, value: str) -> Verdict:
+    """Return what one variable does, and whether its value is valid."""
     catalogue = read_catalogue()
-    explained = tuple(_explain(name, value, catalogue) for name, value in named.items())
-    found = [verdict for rule in RULES for verdict in rule(environ, here)]
-    found.sort(key=lambda verdict: verdict.state != "fail")
-    return Lint(explained=explained, found=tuple(found))
-
-
-def _explain(name: str, value: str, catalogue: VariableCatalogue) -> Verdict:
-    """Say what one variable does, and whether its value is one that it takes."""
     shown = f"is {value or '(empty)'}"
     known = catalogue.variables.get(name)
     if known is None:
         meant = catalogue.misspelt(name)
         if meant:
-            return warn(name, f"{shown}; nobody reads this name", f"did you mean {meant}?")
+            return warn(name, f"{shown}; no library reads this name", f"did you mean {meant}?")
         return ok(name, f"{shown}; not in the catalogue, not judged")
     if known.state:
-        gone = "nobody reads this name any more" if known.state == "removed" else "an old name"
+        gone = "no library reads this name any more" if known.state == "removed" else "an old name"
         return warn(name, f"{shown}; {gone}", f"use {known.use}")
     wanted = known.refuses(value)
     if wanted:

@@ -31,7 +31,7 @@ SICK = [
     ("interfaces", "warn", {"network": {"interfaces": (LOOPBACK,), "addresses": ()}}, "lo 127.0.0.1 only"),
     ("host name", "warn", {"network": {"addresses": ()}}, "no address"),
     ("host name", "warn", {"network": {"addresses": ("127.0.1.1",)}}, "cannot reach"),
-    ("host name", "fail", {"network": {"addresses": ("10.9.9.9",)}}, "no address of this machine"),
+    ("host name", "fail", {"network": {"addresses": ("10.9.9.9",)}}, "not an address of this machine"),
     ("host name", "warn", {"network": {"back_name": "other"}}, "called other"),
     ("rdma", "warn", {"network": {"rdma": (CARD, RdmaDevice(name="mlx5_1", driver="", active=False))}}, "mlx5_1"),
     ("rdma", "warn", {"network": {"rdma": (EFA,)}}, "libnccl-net"),

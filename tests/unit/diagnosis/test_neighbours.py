@@ -68,7 +68,7 @@ def test_node_0_decides_asks_and_tells():
     zero, one = pair()
     assert (zero.decides, one.decides) == (True, False)
     zero.ask([3])
-    zero.tell("rank 3 sleeps")
+    zero.relay("rank 3 sleeps")
     one.listen(now=0.0)
     assert one.missed == {3}
     assert one.verdicts == ["rank 3 sleeps"]

@@ -207,13 +207,13 @@ CASES = {
         "/runs cannot be compared: no host can write there (Read-only file system)",
     ),
     "a cut pair": Bad(
-        check_reach, cut(healthy(), *BC), "fail", "b does not come to c at 10.0.0.3 (No route to host), nor back"
+        check_reach, cut(healthy(), *BC), "fail", "b does not reach c at 10.0.0.3 (No route to host), nor back"
     ),
     "a way that is cut in one direction": Bad(
         check_reach,
         cut(healthy(), ("c", "b"), why="Connection refused"),
         "fail",
-        "c does not come to b at 10.0.0.2 (Connection refused)",
+        "c does not reach b at 10.0.0.2 (Connection refused)",
         "open the way: see ssh c ip route get 10.0.0.2, and the firewall",
     ),
     "a host that is cut off": Bad(

@@ -12,7 +12,7 @@ import pytest
 from refusals import refuses
 from shardwise.diagnosis.guard.hang import RankProgress, RankStatus, Wait
 from shardwise.diagnosis.run.cause import place_of
-from shardwise.diagnosis.run.explain import check_going, check_lost, explain, next_commands, tell
+from shardwise.diagnosis.run.explain import check_going, check_lost, describe_events, explain, next_commands
 from shardwise.diagnosis.run.facts import Event, RunFacts, read_run
 from shardwise.runs import RunDirectory
 from shardwise.runs.call_reader import Call
@@ -154,7 +154,7 @@ def test_a_run_whose_launcher_is_gone_is_lost(tmp_path):
     run.launcher_events().write_text(text)
     report = explain(read_run(run.path))
     assert (report.state, report.kind) == ("lost", "lost")
-    assert f"the launcher (pid {gone.pid} on {os.uname().nodename}) ended without a word" in report.verdicts[0].fact
+    assert f"the launcher (pid {gone.pid} on {os.uname().nodename}) ended without a message" in report.verdicts[0].fact
 
 
 def test_only_ranks_of_this_machine_are_looked_at(tmp_path):
@@ -287,7 +287,7 @@ def test_phases_and_who_lags_are_told_where_nobody_gets_on():
     found = check_going(going(marks=marks(59.0, r0="backward", r1="backward", r2="data")))
     assert found[0].fact == "rank 2 in data of step 12 for 41 s; ranks 0-1 in backward of step 12 for 41 s"
     assert (found[1].name, found[1].state) == ("hang", "warn")
-    assert found[1].fact == "rank 2 lags: still in data of step 12, and nobody has got on for 41 s"
+    assert found[1].fact == "rank 2 lags: still in data of step 12, and no rank has made progress for 41 s"
 
 
 def test_ranks_that_got_on_lately_do_not_lag():
@@ -314,7 +314,7 @@ def test_the_story_has_the_last_of_many_steps_and_saves():
     many = [Event(float(n), "steps", 0, {"first": n, "losses": [1.0]}) for n in range(100)]
     many += [Event(50.5, "save", 0, {"step": 50}), Event(101.0, "exit", None, {"code": 0, "stopped": False})]
     many.append(Event(102.0, "finish", None, {"state": "finished"}))
-    told = [line.partition(" s  ")[2] for line in tell(sorted(many, key=lambda event: event.at))]
+    told = [line.partition(" s  ")[2] for line in describe_events(sorted(many, key=lambda event: event.at))]
     assert told == ["a checkpoint of step 50 is begun", "step 100 is done", "the run has finished"]
 
 

@@ -113,7 +113,7 @@ def test_an_unequal_start_is_named_before_the_first_step():
                     dict(named)["head.bias"].add_(1e-7)
             return sw.adamw(lr=1e-2)(named)
 
-        return points_job(optimizer=optimizer, batch_size=6)
+        return points_job(Statistics, optimizer=optimizer, batch_size=6)
 
     text = told(make_job, "ddp", nproc=3)
     assert text.startswith("replicas differ before the first step: rank 2 holds another head.bias than ranks 0-1; ")
@@ -175,7 +175,7 @@ def test_a_non_deterministic_update_is_told_from_equal_gradients():
                 self.param_groups[0]["params"][0].mul_(1 + 1e-3 * os.urandom(1)[0])
 
     def make_job(_):
-        return points_job(optimizer=lambda named: Shaky([value for _, value in named], lr=0.1))
+        return points_job(Statistics, optimizer=lambda named: Shaky([value for _, value in named], lr=0.1))
 
     text = told(make_job, "ddp")
     assert "rank 1 holds another stem.weight than rank 0" in text
@@ -184,7 +184,7 @@ def test_a_non_deterministic_update_is_told_from_equal_gradients():
 
 def test_unequal_learning_rates_are_told():
     def make_job(world):
-        return points_job(optimizer=sw.sgd(lr=0.1 + 0.1 * world.rank))
+        return points_job(Statistics, optimizer=sw.sgd(lr=0.1 + 0.1 * world.rank))
 
     assert "unequal optimizers: their settings differ" in told(make_job, "ddp")
 
@@ -195,7 +195,7 @@ def spoil_first(held):
 
 
 def test_a_write_beside_the_step_is_told_and_seen_at_the_next_check():
-    text = told(lambda world: on_rank_1(world, points_job, spoil_first, at=2), "ddp", every=3)
+    text = told(lambda world: on_rank_1(world, partial(points_job, Statistics), spoil_first, at=2), "ddp", every=3)
     assert text.startswith("replicas differ after step 3 (equal after step 1): rank 1 holds another")
     assert "not the step" in text
 
@@ -229,4 +229,10 @@ def test_looking_for_the_cause_leaves_the_training_as_it_was(nproc, name, job):
 
 def test_drift_stops_the_training_if_it_is_to():
     with refuses("train.replicas-drifted", "step 2", kind=TrainingError):
-        run_ranks(verdicts, 2, lambda world: on_rank_1(world, points_job, spoil_first, at=2), "ddp", stop=True)
+        run_ranks(
+            verdicts,
+            2,
+            lambda world: on_rank_1(world, partial(points_job, Statistics), spoil_first, at=2),
+            "ddp",
+            stop=True,
+        )

@@ -155,7 +155,7 @@ class _Ground:
         observers: list[Observer] = []
         heard: list[str] = []
         if self._hang_after_s:
-            # A frozen rank is let go, and all go on; wrong numbers stop the ranks, a slow start does not.
+            # A frozen rank is continued, and all continue; wrong numbers stop the ranks, a slow start does not.
             stop = fault.kind == "mismatch"
             after_s = self._hang_after_s * (_CALM if stop else 1)
             limits = HangSpec(after_s=after_s, on_hang="stop" if stop else "report")
@@ -175,14 +175,14 @@ class _Ground:
 
 
 class _Thaw:
-    """An observer that lets a frozen rank go on once it was named, or nobody names it."""
+    """An observer that continues a frozen rank once it was named, or was not named in time."""
 
     def __init__(self, mark: Path, heard: list[str], *, patience_s: float) -> None:
         self._mark, self._heard, self._patience_s = mark, heard, patience_s
         self._is_done = False
 
     def tick(self) -> None:
-        """Look whether it is time."""
+        """Continue it when it is time."""
         mark = None if self._is_done else read_mark(self._mark)
         if mark is None:
             return
@@ -193,13 +193,13 @@ class _Thaw:
 
 
 class _TimeLimit:
-    """An observer that stops a run in which nobody ends what the fault began."""
+    """An observer that stops a run that does not end after the fault."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s, self._deadline = limit_s, time.monotonic() + limit_s
 
     def tick(self) -> str:
-        """Say that it took too long, if it did."""
+        """Return that it took too long, if it did."""
         return f"it was still running after {self._limit_s:.0f} s" if time.monotonic() > self._deadline else ""
 
 

@@ -34,9 +34,9 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind
     rank: int
     step: int
-    """Optimizer steps that every rank has done when it comes, counted from its start."""
+    """Optimizer steps that every rank has done when it is injected, counted from its start."""
     mark: str
-    """File that says that it came: it comes to the first processes, not to those of a restart."""
+    """File written when it was injected: into the first processes, not to those of a restart."""
     checkpoints: str = ""
     """Folder of checkpoints; empty for a script."""
     saved: int = 0
@@ -70,7 +70,7 @@ def read_mark(path: Path) -> FaultMark | None:
 
 
 def arm(fault: Fault, rank: int) -> None:
-    """Have the fault come in this process, which is `rank`; imports torch. One that came before comes no more."""
+    """Inject the fault into this process, which is `rank`; imports torch. It is injected once."""
     from torch.optim import optimizer
 
     if Path(fault.mark).exists():
@@ -81,10 +81,10 @@ def arm(fault: Fault, rank: int) -> None:
 
 
 class _Steps:
-    """Counts optimizer steps, those of an optimizer inside another as one, and tells of each."""
+    """Counts optimizer steps, those of an optimizer inside another as one, and reports each."""
 
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        self._tell = tell
+    def __init__(self, on_step: Callable[[int], None]) -> None:
+        self._on_step = on_step
         self._depth = self._count = 0
 
     def begin(self, *_: Any) -> None:
@@ -94,7 +94,7 @@ class _Steps:
         self._depth -= 1
         if self._depth == 0:
             self._count += 1
-            self._tell(self._count)
+            self._on_step(self._count)
 
 
 def _kill(fault: Fault, rank: int, step: int) -> None:
@@ -140,7 +140,7 @@ def _link(fault: Fault, rank: int, step: int) -> None:
 
 def cut_links(store_port: int | None) -> int:
     """Shut this process's TCP connections to processes of this machine, save those to the store; returns how many."""
-    cut = 0
+    closed = 0
     for entry in list(Path("/proc/self/fd").iterdir()):
         with contextlib.suppress(OSError):  # closed meanwhile, or listens and has no peer
             if not str(entry.readlink()).startswith("socket:"):
@@ -151,8 +151,8 @@ def cut_links(store_port: int | None) -> int:
                 (here, own_port, *_), (there, port, *_) = link.getsockname(), link.getpeername()
                 if here == there and store_port not in {own_port, port}:
                     link.shutdown(socket.SHUT_RDWR)
-                    cut += 1
-    return cut
+                    closed += 1
+    return closed
 
 
 def _checkpoint(fault: Fault, rank: int, step: int) -> None:
@@ -203,7 +203,7 @@ _ACTIONS: dict[Kind, Callable[[Fault, int, int], None]] = {
 
 
 def _wait_for_checkpoint(fault: Fault) -> int:
-    """Wait until the checkpoint that the fault comes after is published; returns the newest one's step, 0 for none."""
+    """Wait until the checkpoint before the fault is published; returns the newest one's step, 0 for none."""
     if not fault.saved:
         return 0
     from shardwise.checkpoint import CheckpointFolder
@@ -219,7 +219,7 @@ def _wait_for_checkpoint(fault: Fault) -> int:
 
 
 def _leave_mark(fault: Fault, rank: int, step: int, *, saved: int = 0, file: str = "") -> None:
-    """Write down that the fault comes now, unless it has come."""
+    """Record that the fault is injected now, unless it has been."""
     path = Path(fault.mark)
     if path.exists():
         return

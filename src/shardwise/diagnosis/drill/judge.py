@@ -1,4 +1,4 @@
-"""What came of a drill: who was named, how long that took, and whether the run came back; pure decisions."""
+"""The result of a drill: who was named, after how long, and whether the run recovered; pure decisions."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _SIGNS: Mapping[Kind, str] = {
     "checkpoint": r"passed over: .*(?P<who>{file})",
     "disk": r"not saved: .* failed on (?P<who>rank \d+) .*No space left on device",
 }
-"""What must be said of each fault. Of a link either end may be named: none of them is to blame."""
-_WORDS: Mapping[Kind, str] = {
+"""What must be reported of each fault. Of a link either end may be named: none of them is to blame."""
+_SENTENCES: Mapping[Kind, str] = {
     "kill": "rank {rank} was killed after step {step}",
     "freeze": "rank {rank} was frozen after step {step}",
     "slow": "rank {rank} slept from step {step} on",
@@ -40,8 +40,8 @@ _WORDS: Mapping[Kind, str] = {
     "checkpoint": "{file} was damaged, and rank {rank} killed, after step {step}",
     "disk": "the disk was full in the save after step {step}",
 }
-_STARTED_AGAIN: tuple[Kind, ...] = ("kill", "link", "checkpoint")
-_GOES_ON: tuple[Kind, ...] = ("freeze", "slow", "disk")
+_RESTARTS: tuple[Kind, ...] = ("kill", "link", "checkpoint")
+_CONTINUES: tuple[Kind, ...] = ("freeze", "slow", "disk")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +63,12 @@ class DrillEvidence:
 
 
 class DrillResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One drill: what was done, what was said of it, how the run came back, and what was not as it should be."""
+    """One drill: the fault, what was reported of it, how the run recovered, and what went wrong."""
 
     drill: str
     fault: str
     who: str = ""
-    """Who or what was named; empty if nobody was."""
+    """Who or what was named; empty if nothing was."""
     said: str = ""
     detected_s: float | None = None
     """From the fault until it was named."""
@@ -98,7 +98,7 @@ class DrillReport(Report, frozen=True, kw_only=True):
 
     def to_text(self) -> str:
         """Return a table of the drills, and below it what went wrong."""
-        rows = [("drill", "fault", "named", "after", "came back", "after", "")]
+        rows = [("drill", "fault", "named", "after", "recovery", "after", "")]
         problems = []
         for result in self.drills:
             named, back = result.who or "nobody", result.recovery or "no"
@@ -125,21 +125,21 @@ class _Story:
     def after(self, *kinds: str) -> Iterator[Event]:
         return (event for event in self.events if event.kind in kinds and event.at >= self.mark.at)
 
-    def told(self) -> Iterator[tuple[float, str]]:
-        """Yield what was said, and how long after the fault."""
+    def messages(self) -> Iterator[tuple[float, str]]:
+        """Yield each message, and how long after the fault."""
         for event in self.after("verdict", "note", "restart"):
             yield event.at - self.mark.at, str(event.fields.get("text") or event.fields.get("cause") or "")
 
 
 @dataclass(frozen=True)
 class _Recovery:
-    words: str = ""
+    text: str = ""
     seconds: float | None = None
     problems: list[str] = field(default_factory=list)
 
 
 def judge(kind: Kind, evidence: DrillEvidence, reference: Mapping[int, float] | None, *, run: str = "") -> DrillResult:
-    """Say whether a fault was named and the run came back; `reference` are the losses of a run that nobody disturbed.
+    """Return whether a fault was named and the run recovered; `reference` are the losses of the undisturbed run.
 
     None for a script, whose losses are not known.
     """
@@ -150,17 +150,17 @@ def judge(kind: Kind, evidence: DrillEvidence, reference: Mapping[int, float] | 
         return DrillResult(drill=kind, fault="none", problems=problems, run=run)
     story = _Story(evidence.events, mark)
     facts = {"rank": mark.rank, "step": mark.step, "file": mark.file}
-    signs = ((at, text, find_sign(kind, mark, text)) for at, text in story.told())
-    detected_s, said, who = next((each for each in signs if each[2]), (None, "", ""))
+    signs = ((at, text, find_sign(kind, mark, text)) for at, text in story.messages())
+    detected_s, message, who = next((each for each in signs if each[2]), (None, "", ""))
     recovery = _recovery(kind, story, evidence, reference)
-    unseen = [] if who else [f"nobody said that {_WORDS[kind].format(**facts)}"]
+    unseen = [] if who else [f"it was not reported that {_SENTENCES[kind].format(**facts)}"]
     return DrillResult(
         drill=kind,
-        fault=_WORDS[kind].format(**facts),
+        fault=_SENTENCES[kind].format(**facts),
         who=who,
-        said=said,
+        said=message,
         detected_s=detected_s,
-        recovery=recovery.words,
+        recovery=recovery.text,
         recovered_s=recovery.seconds,
         problems=(*unseen, *recovery.problems),
         run=run,
@@ -185,17 +185,17 @@ def read_losses(events: Sequence[Event]) -> list[tuple[float, int, float]]:
 
 
 def _recovery(kind: Kind, story: _Story, evidence: DrillEvidence, reference: Mapping[int, float] | None) -> _Recovery:
-    """Say how the run came back, and what is not as it should be."""
+    """Return how the run recovered, and what went wrong."""
     if evidence.failure:
         return _Recovery(problems=[f"it did not come to its end: {evidence.failure}", *_leftovers(evidence)])
     resumed, is_job = _resumed(story), reference is not None
-    words, seconds = _way_back(story, resumed, is_job=is_job), _back_after(story, is_job=is_job)
+    text, seconds = _way_back(story, resumed, is_job=is_job), _back_after(story, is_job=is_job)
     problems = _leftovers(evidence)
     was_started = any(story.after("attempt"))
-    if was_started and kind in _GOES_ON:
-        problems.append("it was started again, and should have gone on")
-    if not was_started and kind in _STARTED_AGAIN:
-        problems.append("it was not started again")
+    if was_started and kind in _CONTINUES:
+        problems.append("it was restarted, and should have continued")
+    if not was_started and kind in _RESTARTS:
+        problems.append("it was not restarted")
     if reference is not None:
         if was_started:
             problems += _wrong_resume(story.mark, resumed)
@@ -204,18 +204,18 @@ def _recovery(kind: Kind, story: _Story, evidence: DrillEvidence, reference: Map
             problems.append(f"the checkpoint of step {story.mark.saved}, saved before, is gone")
         if not any(step > story.mark.step for step in evidence.sound):
             problems.append(f"no whole checkpoint was saved after step {story.mark.step}")
-    return _Recovery(words=words, seconds=seconds, problems=problems)
+    return _Recovery(text=text, seconds=seconds, problems=problems)
 
 
 def _resumed(story: _Story) -> int | None:
-    """Return the step of the checkpoint that the run went on from after the fault, None if from none."""
-    found = (re.search(r"resumed from .* at step (\d+)", text) for _, text in story.told())
+    """Return the step of the checkpoint that the run resumed from after the fault, None if from none."""
+    found = (re.search(r"resumed from .* at step (\d+)", text) for _, text in story.messages())
     return next((int(match[1]) for match in found if match), None)
 
 
 def _way_back(story: _Story, resumed: int | None, *, is_job: bool) -> str:
     if not any(story.after("attempt")):
-        return "went on"
+        return "continued"
     if not is_job:
         return "restarted"
     return f"restarted, resumed at step {resumed}" if resumed is not None else "restarted from the beginning"
@@ -231,18 +231,18 @@ def _back_after(story: _Story, *, is_job: bool) -> float | None:
 
 
 def _wrong_resume(mark: FaultMark, resumed: int | None) -> list[str]:
-    """Say so when the run went on from another checkpoint than the newest whole one."""
+    """Return a problem when the run resumed from another checkpoint than the newest whole one."""
     if resumed is None:
         return [f"it began anew, though step {mark.saved} was saved"] if mark.saved else ["nothing was saved before"]
     if mark.file and resumed >= mark.saved:
         return [f"it took the damaged checkpoint of step {mark.saved}"]
     if not mark.file and resumed < mark.saved:
-        return [f"it went on from step {resumed}, though step {mark.saved} was saved"]
+        return [f"it resumed from step {resumed}, though step {mark.saved} was saved"]
     return []
 
 
 def _other_losses(evidence: DrillEvidence, reference: Mapping[int, float]) -> list[str]:
-    """Say where losses first differ from the undisturbed run, and whether steps are missing."""
+    """Return where losses first differ from the undisturbed run, and whether steps are missing."""
     found = read_losses(evidence.events)
     for _, step, loss in found:
         wanted = reference.get(step, math.inf)
@@ -254,4 +254,4 @@ def _other_losses(evidence: DrillEvidence, reference: Mapping[int, float]) -> li
 
 def _leftovers(evidence: DrillEvidence) -> list[str]:
     left = [f"processes were left running: {', '.join(map(str, evidence.left))}"] if evidence.left else []
-    return left + [f"a torn checkpoint is the newest: {words}" for words in evidence.damages[:1]]
+    return left + [f"a torn checkpoint is the newest: {damage}" for damage in evidence.damages[:1]]

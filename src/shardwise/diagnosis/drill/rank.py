@@ -12,14 +12,14 @@ from shardwise.launcher.local.target import Module, Script, become
 
 
 class DrillOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What the launcher tells a rank."""
+    """What a rank of a drill receives from its launcher."""
 
     fault: Fault
     target: Script | Module
 
 
 def drill_target(fault: Fault, target: Script | Module) -> Module:
-    """Return what ranks run in place of `target`, so that the fault comes."""
+    """Return what ranks run in place of `target`, so that the fault is injected."""
     order = msgspec.json.encode(DrillOrder(fault=fault, target=target)).decode()
     return Module(__name__, (order,))
 

@@ -1,4 +1,4 @@
-"""The guard: looks on while ranks run, and says who hangs, who differs and who is slow."""
+"""The guard: watches running ranks, and reports which hang, which differ and which are slow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _LOOK_S = 1.0
 _LOOKS_PER_LIMIT = 8
 _SAMPLE = 0.25
-"""Part of the limit between two looks at the stack of a rank that is missed; once it was told, they are rarer."""
+"""Part of the limit between two looks at the stack of a rank that is missed; once it was reported, they are rarer."""
 _WINDOW_S, _TORCH_WINDOW_S = 5.0, 0.5
 """Slow ranks are judged over so long; of what torch counts, only the last calls are seen now and then."""
 _STACKS_S = 0.3
@@ -41,13 +41,13 @@ class Guard:
     """An observer of the launcher; costs about a millisecond a second for eight ranks."""
 
     def __init__(
-        self, run: RunDirectory, limits: HangSpec, say: Callable[[str], None], exchange: Exchange | None = None
+        self, run: RunDirectory, limits: HangSpec, report: Callable[[str], None], exchange: Exchange | None = None
     ) -> None:
-        """Watch ranks that are named by `follow`; what is found is said and written to the events of this node.
+        """Watch ranks that are named by `follow`; what is found is reported and written to the events of this node.
 
         `exchange` leads to the guards of other nodes, None where there are none.
         """
-        self._run, self._limits, self._say = run, limits, say
+        self._run, self._limits, self._report = run, limits, report
         self._log_path = run.launcher_events(exchange.node if exchange is not None else 0)
         self._views: dict[int, RankView] = {}
         self._look_s = min(_LOOK_S, limits.after_s / _LOOKS_PER_LIMIT)
@@ -72,10 +72,10 @@ class Guard:
         self._verdict = ""
         self._stop_at = math.inf
         self._told: tuple[object, ...] | None = None
-        """The stall that was told, and whether as a verdict."""
+        """The stall that was reported, and whether as a verdict."""
 
     def tick(self) -> str:
-        """Look now, if it is time to; returns the verdict if it is to stop the ranks, once, else nothing."""
+        """Check now, if it is due; returns the verdict if it is to stop the ranks, once, else nothing."""
         now = time.monotonic()
         if self._views and (now >= self._next_look or self._is_over()):
             self._next_look = now + self._look_s
@@ -125,7 +125,7 @@ class Guard:
             self._tell("note", text)
 
     def _consult(self, neighbours: Neighbours, own: dict[int, RankStatus], now: float) -> dict[int, RankStatus]:
-        """Exchange what is seen with the other nodes, do as node 0 says, and return all ranks that are known of."""
+        """Exchange what is seen with the other nodes, do as node 0 asks, and return all ranks that are known of."""
         neighbours.listen(now)
         neighbours.share(own, self._limits.after_s / 4)
         if waiting_ranks(own, self._limits.after_s / 2):
@@ -162,13 +162,13 @@ class Guard:
         self._told = stall.key, stall.is_verdict
         if stall.is_verdict:
             if self._neighbours is not None:
-                self._neighbours.tell(stall.text)
+                self._neighbours.relay(stall.text)
             self._conclude(stall.text)
         else:
             self._tell("note", stall.text)
 
     def _go_on(self) -> None:
-        """Take note that nobody is missed any more."""
+        """Record that no rank is missing any more."""
         if self._told is not None and not self._is_over() and not (self._verdict and self._limits.stops):
             self._tell("note", GOES_ON)
         self._told = None
@@ -188,7 +188,7 @@ class Guard:
         return bool(asked)
 
     def _tell(self, kind: str, text: str) -> None:
-        self._say(f"shardwise: {text}")
+        self._report(f"shardwise: {text}")
         if kind == "verdict" and not self._verdict:
             self._verdict = text
             # Other nodes shall have kept their stacks before ranks are stopped.

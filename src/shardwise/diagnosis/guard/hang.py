@@ -195,7 +195,7 @@ def _waiting_words(waiting: Sequence[tuple[int, Wait]]) -> list[str]:
 
 
 def describe_ends(ranks: Sequence[RankStatus]) -> str:
-    """Say where ranks were when they ended; empty if none has made a call."""
+    """Return where ranks were when they ended; empty if none has made a call."""
     parts = []
     for status in ranks:
         inside = max((wait.call for wait in status.waits), key=lambda call: call.entered, default=None)
@@ -211,7 +211,7 @@ def _missing_words(status: RankStatus) -> str:
     if status.state == "gone":
         return f"{name} has ended" + (f", its last call was {call_words(status.newest)}" if status.newest else "")
     if status.state == "stopped":
-        return f"{name} is stopped by a signal (kill -CONT lets it go on)"
+        return f"{name} is stopped by a signal (kill -CONT continues it)"
     if status.waits:
         wait = max(status.waits, key=lambda wait: wait.for_s)
         return f"{name} waits in {call_words(wait.call)} for {wait.for_s:.0f} s"
@@ -222,5 +222,5 @@ def _missing_words(status: RankStatus) -> str:
         return f"{name} {kind or 'has not come'}{for_s}{last}"
     function = "" if doing.function == "<module>" else f"in {doing.function} "
     where = f"in {doing.inside}, called {function}" if doing.inside and not kind else function
-    held = ", in C code that holds the interpreter," if status.holds_interpreter else ""
-    return f"{name} {kind or 'is'} {where}at {short(doing.place)}{held}{for_s}"
+    in_c = ", in C code that holds the interpreter," if status.holds_interpreter else ""
+    return f"{name} {kind or 'is'} {where}at {short(doing.place)}{in_c}{for_s}"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _SAMPLES = 16
 _MOST_BYTES = 1 << 22
-"""What stacks that were only looked at may fill of a disk."""
+"""Bytes on disk of stacks that no verdict needs."""
 _PULSE_S = 1.8
 """A thread of each rank writes twice a second that it gets its turn."""
 _SETTLED_S = 1.0
@@ -96,7 +96,7 @@ class RankView:
         reader, now = self._reader, time.time()
         flights = reader.flights()
         waits = [Wait(call=call, for_s=now - call.waited) for call in reader.waits]
-        # What Python waits for is seen of C++ too, and said better by Python's own calls.
+        # What Python waits for is seen of C++ too, and clearer in Python's own calls.
         if not waits and now - self._changed_at > _SETTLED_S and not self.is_gone:
             waits = [
                 Wait(call=flight.pending, for_s=now - flight.pending.entered, by_torch=True)

@@ -52,9 +52,9 @@ class CallComparison:
                 del numbers[next(iter(numbers))]  # the one that came first
 
     def findings(self, *, last: bool = False) -> list[str]:
-        """Return what is new, in words; `last` if no more will come.
+        """Return what is new, as sentences; `last` if no more will come.
 
-        What differs is told when all members have made that call, or one look later.
+        A difference is reported when all members have made that call, or one look later.
         """
         found = []
         for channel, number in list(self._suspects.items()):
@@ -71,14 +71,14 @@ class CallComparison:
         return found
 
     def _finish(self, channel: tuple[GroupKey, str]) -> None:
-        """Say no more of a channel: what follows a difference is its consequence."""
+        """Report no more of a channel: what follows a difference is its consequence."""
         self._done.add(channel)
         self._suspects.pop(channel, None)
         self._odd.discard(channel)
         self._calls.pop(channel, None)
 
 
-# Equal calls in another order: told by their source lines, where operations and shapes give nothing away.
+# Equal calls in another order: found by their source lines, where operations and shapes give nothing away.
 
 
 _SHIFTED = 8
@@ -89,7 +89,7 @@ _CROSSED = 3
 
 
 def describe_order(numbers: dict[int, dict[int, Call]]) -> str:
-    """Say which rank skipped a call or exchanged two; empty where lines differ for a reason, as branches may.
+    """Return which rank skipped a call or exchanged two; empty where lines differ for a reason, as branches may.
 
     `numbers` holds the calls of one channel by number and rank.
     """

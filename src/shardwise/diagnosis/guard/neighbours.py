@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping
 
 
-# Calls in the few bytes in which nodes tell them to node 0: a training makes the same few, over and over.
+# Calls in the few bytes in which nodes send them to node 0: a training makes the same few, over and over.
 
 
 class CallRun(msgspec.Struct, frozen=True, tag="calls"):
@@ -42,7 +42,7 @@ class CallRun(msgspec.Struct, frozen=True, tag="calls"):
 
 
 class Leads:
-    """Chooses one rank of a node to tell of each channel: its peers here are compared with it here."""
+    """Chooses one rank of a node to report each channel: its peers here are compared with it here."""
 
     def __init__(self) -> None:
         self._ranks: dict[tuple[GroupKey, str], int] = {}
@@ -84,7 +84,7 @@ def _pack(rank: int, run: list[Call]) -> CallRun:
 
 
 _FRESH_LOOKS = 4
-"""What another node told is forgotten after so many looks."""
+"""What another node sent expires after so many polls."""
 
 
 class Exchange(Protocol):
@@ -94,10 +94,10 @@ class Exchange(Protocol):
     own_address: str
 
     def relay(self, body: str, *, to_all: bool = False) -> None:
-        """Say something to node 0, or from there to all others."""
+        """Send a message to node 0, or from there to all others."""
 
     def take_relayed(self) -> list[str]:
-        """Return what was said since the last look."""
+        """Return the messages since the last poll."""
 
 
 class NodeObservation(msgspec.Struct, frozen=True, tag="seen"):
@@ -107,18 +107,18 @@ class NodeObservation(msgspec.Struct, frozen=True, tag="seen"):
 
 
 class Missed(msgspec.Struct, frozen=True, tag="missed"):
-    """Others wait for these ranks: look what they do."""
+    """Other ranks wait for these: report what they do."""
 
     ranks: tuple[int, ...]
 
 
-class Told(msgspec.Struct, frozen=True, tag="told"):
+class RelayedVerdict(msgspec.Struct, frozen=True, tag="told"):
     """A verdict of node 0: keep the stacks."""
 
     text: str
 
 
-_DECODER = msgspec.json.Decoder(NodeObservation | Missed | Told | CallRun | Links)
+_DECODER = msgspec.json.Decoder(NodeObservation | Missed | RelayedVerdict | CallRun | Links)
 
 
 class Neighbours:
@@ -134,11 +134,11 @@ class Neighbours:
         self._links: dict[int, tuple[float, Links]] = {}
         self._leads = Leads()
         self.calls: list[CallRun] = []
-        """Of ranks of other nodes, that came since the last look; for node 0."""
+        """Of ranks of other nodes, that came since the last poll; for node 0."""
         self.missed: set[int] = set()
-        """Ranks that node 0 has asked for since the last look."""
+        """Ranks that node 0 has asked for since the last poll."""
         self.verdicts: list[str] = []
-        """That node 0 has given since the last look."""
+        """That node 0 has given since the last poll."""
 
     @property
     def decides(self) -> bool:
@@ -146,12 +146,12 @@ class Neighbours:
         return self._exchange.node == 0
 
     def forget(self) -> None:
-        """Leave what was said of ranks that have ended, also what was not listened to yet."""
+        """Drop messages about ranks that have ended, also those not read yet."""
         self._exchange.take_relayed()
         self._begin()
 
     def listen(self, now: float) -> None:
-        """Take in what was said."""
+        """Receive messages."""
         self.missed, self.verdicts, self.calls = set(), [], []
         for body in self._exchange.take_relayed():
             match _DECODER.decode(body):
@@ -159,7 +159,7 @@ class Neighbours:
                     self._seen.update({status.rank: (now, status) for status in ranks})
                 case Missed(missed):
                     self.missed.update(missed)
-                case Told(text):
+                case RelayedVerdict(text):
                     self.verdicts.append(text)
                 case CallRun() as run:
                     self.calls.append(run)
@@ -171,34 +171,34 @@ class Neighbours:
         return {rank: status for rank, (at, status) in self._seen.items() if now - at <= self._fresh_s}
 
     def share(self, own: Mapping[int, RankStatus], quiet_s: float) -> None:
-        """Tell node 0 of our ranks, if any has given no sign for so long."""
+        """Report our ranks to node 0, if any has given no sign for so long."""
         if not self.decides and any(status.quiet_s >= quiet_s for status in own.values()):
             self._say(NodeObservation(tuple(own.values())))
 
     def share_links(self, pids: Iterable[int], now: float) -> None:
-        """Look at the connections of our ranks, which wait in a call, and report them to node 0."""
+        """Read the connections of our ranks, which wait in a call, and report them to node 0."""
         links = look_at_links(self._exchange.node, self._exchange.own_address, pids)
         self._links[links.node] = now, links
         if not self.decides:
             self._say(links)
 
     def links(self, now: float) -> list[Links]:
-        """Return the connections of all nodes that were looked at just now."""
+        """Return the connections of all nodes that were read just now."""
         return [links for at, links in self._links.values() if now - at <= self._fresh_s]
 
     def share_calls(self, news: Mapping[int, Iterable[Call]]) -> None:
-        """Tell node 0 of the new calls of our ranks that ranks of other nodes should make too."""
+        """Report to node 0 the new calls of our ranks that ranks of other nodes should make too."""
         if not self.decides:
             for run in self._leads.runs(news):
                 self._say(run)
 
     def ask(self, ranks: Iterable[int]) -> None:
-        """Have other nodes look what these ranks do; for node 0."""
+        """Ask other nodes what these ranks do; for node 0."""
         self._say(Missed(tuple(ranks)), to_all=True)
 
-    def tell(self, text: str) -> None:
-        """Tell a verdict to the other nodes; for node 0."""
-        self._say(Told(text), to_all=True)
+    def relay(self, text: str) -> None:
+        """Send a verdict to the other nodes; for node 0."""
+        self._say(RelayedVerdict(text), to_all=True)
 
     def _say(self, message: msgspec.Struct, *, to_all: bool = False) -> None:
         self._exchange.relay(msgspec.json.encode(message).decode(), to_all=to_all)

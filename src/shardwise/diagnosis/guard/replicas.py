@@ -32,9 +32,9 @@ Check = dict[str, Any]
 class ReplicaWatch:
     """An observer of the launcher: compares the ranks of this machine, and gives one verdict."""
 
-    def __init__(self, run: RunDirectory, spec: ReplicaSpec, say: Callable[[str], None], node: int = 0) -> None:
-        """Watch ranks that are named by `follow`; what is found is said and written to the events of this node."""
-        self._run, self._spec, self._say = run, spec, say
+    def __init__(self, run: RunDirectory, spec: ReplicaSpec, report: Callable[[str], None], node: int = 0) -> None:
+        """Watch ranks that are named by `follow`; what is found is reported and written to the events of this node."""
+        self._run, self._spec, self._report = run, spec, report
         self._log_path = run.launcher_events(node)
         self._next_look = 0.0
         self.follow(range(0))
@@ -43,7 +43,7 @@ class ReplicaWatch:
         """Watch these ranks from now on."""
         self.verdict = ""
         """Empty while replicas are equal."""
-        self._unsaid = ""
+        self._unreported = ""
         """The verdict, until the launcher has heard it: ranks that are started again are not stopped for it."""
         self._tails = {rank: Tail(self._run.replicas(rank)) for rank in ranks}
         self._tensors: dict[tuple[int, int], Check] = {}
@@ -51,17 +51,17 @@ class ReplicaWatch:
         self._last_equal: dict[int, int] = {}
 
     def tick(self) -> str:
-        """Look now, if it is time to; returns the verdict if it is to stop the ranks, once, else nothing."""
+        """Check now, if it is due; returns the verdict if it is to stop the ranks, once, else nothing."""
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + _LOOK_S
             with contextlib.suppress(OSError):  # a full disk or a folder that was removed must not end a launch
                 self._look()
-        words, self._unsaid = self._unsaid, ""
-        return words if self._spec.stops else ""
+        verdict, self._unreported = self._unreported, ""
+        return verdict if self._spec.stops else ""
 
     def places(self) -> str:
-        """There is nothing to say of where ranks were."""
+        """Replicas add nothing about where ranks were."""
         return ""
 
     def _look(self) -> None:
@@ -90,8 +90,8 @@ class ReplicaWatch:
         if found is None:
             self._last_equal[number] = step
             return
-        self.verdict = self._unsaid = str(found)
-        self._say(f"shardwise: {self.verdict}")
+        self.verdict = self._unreported = str(found)
+        self._report(f"shardwise: {self.verdict}")
         log = EventLog(self._log_path)
         log.write("verdict", text=self.verdict)
         log.close()
@@ -165,7 +165,7 @@ class Connection(msgspec.Struct, frozen=True):
 
 
 def look_at_links(node: int, address: str, pids: Iterable[int]) -> Links:
-    """Return what the connections of these ranks show; nothing unanswered where the kernel does not tell."""
+    """Return what the connections of these ranks show; nothing unanswered where the kernel does not report it."""
     found: list[Connection] = []
     for pid in pids:
         inodes = _sockets(pid)

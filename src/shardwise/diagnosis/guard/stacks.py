@@ -28,7 +28,7 @@ _FILES = (
     (r"/(shutil|tarfile|zipfile)\.py$|/(fsspec|s3fs|gcsfs|botocore|boto3|huggingface_hub)/", "copies files"),
     (r"/subprocess\.py$", "waits for a program it started"),
 )
-"""Files that tell what a stack is about."""
+"""Files that show what a stack is about."""
 _FUNCTIONS = (
     (r"_*(run_|do_)?(eval|evaluate|evaluation|validate|validation)(_\w+)?", "evaluates"),
     (r"_*(run_|do_)?(save|upload|export)(_\w+)?", _SAVES),
@@ -39,7 +39,7 @@ _CLOCK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Sample:
-    """One look at a rank: the stack of its main thread, and what it has used so far, its children included."""
+    """One sample of a rank: the stack of its main thread, and what it has used so far, its children included."""
 
     stack: Stack
     cpu_s: float
@@ -81,7 +81,7 @@ def request_stacks(pid: int, number: int) -> bool:
 
 
 def describe_activity(samples: Sequence[Sample]) -> Activity | None:
-    """Say what a rank does, from samples in the order they were taken; None where no stack was seen."""
+    """Return what a rank does, from samples in the order they were taken; None where no stack was seen."""
     seen = [sample for sample in samples if sample.stack]
     if not seen:
         return None
@@ -133,7 +133,7 @@ def _family(pid: int) -> Iterable[int]:
         yield one
         try:
             for task in Path(f"/proc/{one}/task").iterdir():
-                waiting += [int(word) for word in (task / "children").read_text().split()]
+                waiting += [int(pid) for pid in (task / "children").read_text().split()]
         except OSError:
             continue
 

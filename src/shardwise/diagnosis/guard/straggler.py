@@ -21,7 +21,7 @@ _FEWEST = 10
 _SHARE, _OWN = 0.2, 0.7
 """A rank is slow if the others wait for it this part of the time, and it is behind this part of all waiting."""
 _SINGLE = 3
-"""Long lags in a window that say nothing yet: a first batch, a checkpoint, an evaluation."""
+"""Long lags in a window that mean nothing yet: a first batch, a checkpoint, an evaluation."""
 _KEPT = 2048
 
 
@@ -69,7 +69,7 @@ class Skew:
         self._times.append(there[last].entered)
 
     def findings(self, data_s: Mapping[int, float], now: float, crowding: Crowding | None = None) -> list[str]:
-        """Return who is slow, in words, once a window is over; `data_s` are seconds ranks have waited for data so far.
+        """Return who is slow, as a sentence, once a window is over; `data_s` is how long ranks have waited for data.
 
         `now` is in seconds, by any clock. `crowding` is how short of cores the ranks are now: one that is late because
         others had its core is not slow, and every rank takes its turn at that.
@@ -162,7 +162,7 @@ class Crowding:
 
 
 def look_at_cores(pids: Mapping[int, int]) -> Crowding:
-    """Return how crowded the cores are, for these processes by rank; zeros where the kernel does not tell."""
+    """Return how crowded the cores are, for these processes by rank; zeros where the kernel does not report it."""
     return Crowding(
         queued_s={rank: _queued_s(pid) for rank, pid in pids.items()},
         stolen_s=_stolen_s(),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 _NCCL_ORDER = ("ib", "^docker,lo,virbr", "docker", "lo", "virbr")
-"""What NCCL tries in turn when nobody names an interface (src/misc/socket.cc)."""
+"""What NCCL tries in turn where no interface is named (src/misc/socket.cc)."""
 
 
 def nccl_matches(pattern: str, names: Iterable[str]) -> list[str]:
@@ -28,10 +28,10 @@ def nccl_matches(pattern: str, names: Iterable[str]) -> list[str]:
     excluded = pattern.startswith("^")
     rest = pattern.removeprefix("^")
     exact = rest.startswith("=")
-    wanted = [word for word in rest.removeprefix("=").split(",") if word]
+    wanted = [prefix for prefix in rest.removeprefix("=").split(",") if prefix]
     found = []
     for name in names:
-        hit = any(name == word if exact else name.startswith(word) for word in wanted)
+        hit = any(name == prefix if exact else name.startswith(prefix) for prefix in wanted)
         if hit != excluded:
             found.append(name)
     return found
@@ -61,14 +61,14 @@ _EFA = "efa"
 def check_interfaces(machine: Machine) -> Verdict:
     """Interfaces with an address, and which of them gloo and NCCL would take."""
     usable = [one for one in machine.network.interfaces if one.up and one.addresses]
-    told = ", ".join(f"{one.name} {one.addresses[0]}" for one in usable)
+    shown = ", ".join(f"{one.name} {one.addresses[0]}" for one in usable)
     if not any(one.loopback for one in usable):
-        return fail("interfaces", told or "none is up", "bring loopback up: ip link set lo up")
+        return fail("interfaces", shown or "none is up", "bring loopback up: ip link set lo up")
     taken = f"gloo takes {gloo_choice(machine.network)}, NCCL {', '.join(nccl_choice(usable))}"
     if len(usable) == 1:
         fix = "one machine alone needs no other; for several, bring an interface up and give it an address"
-        return warn("interfaces", f"{told} only; {taken}", fix)
-    return ok("interfaces", f"{told}; {taken}")
+        return warn("interfaces", f"{shown} only; {taken}", fix)
+    return ok("interfaces", f"{shown}; {taken}")
 
 
 def check_host_name(machine: Machine) -> Verdict:
@@ -76,19 +76,19 @@ def check_host_name(machine: Machine) -> Verdict:
     network = machine.network
     interfaces = [one for one in network.interfaces if not one.loopback]
     own = {address for one in interfaces for address in one.addresses}
-    one_machine = "matters only for several machines: there use --local-addr or GLOO_SOCKET_IFNAME, or mend /etc/hosts"
+    one_machine = "matters only for several machines: use --local-addr or GLOO_SOCKET_IFNAME, or correct /etc/hosts"
     if not network.addresses:
         return warn("host name", f"{network.hostname} means no address", one_machine)
-    told = f"{network.hostname} is {', '.join(network.addresses)}"
+    shown = f"{network.hostname} is {', '.join(network.addresses)}"
     if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in network.addresses):
-        return warn("host name", f"{told}, which other machines cannot reach", one_machine)
+        return warn("host name", f"{shown}, which other machines cannot reach", one_machine)
     if not own & set(network.addresses):
-        return fail("host name", f"{told}, which is no address of this machine", "mend /etc/hosts or the name service")
+        return fail("host name", f"{shown}, which is not an address of this machine", "correct /etc/hosts or DNS")
     back = network.back_name
     if back.partition(".")[0] != network.hostname.partition(".")[0]:
         called = f"called {back}" if back else "without a name"
-        return warn("host name", f"{told}, and that address is {called}", "mend /etc/hosts or the reverse zone")
-    return ok("host name", f"{told}, and back")
+        return warn("host name", f"{shown}, and that address is {called}", "correct /etc/hosts or the reverse zone")
+    return ok("host name", f"{shown}, and back")
 
 
 def check_rdma(machine: Machine) -> Verdict:
@@ -97,14 +97,14 @@ def check_rdma(machine: Machine) -> Verdict:
     if not devices:
         return ok("rdma", "no InfiniBand, RoCE or EFA: between machines NCCL uses sockets")
     idle = [device.name for device in devices if not device.active]
-    told = ", ".join(f"{device.name} ({device.driver or 'unknown driver'})" for device in devices)
+    shown = ", ".join(f"{device.name} ({device.driver or 'unknown driver'})" for device in devices)
     if idle:
-        fact = f"{told}; no active port on {', '.join(idle)}"
+        fact = f"{shown}; no active port on {', '.join(idle)}"
         return warn("rdma", fact, "see ibstat; leave dead ones out with NCCL_IB_HCA=^" + ",".join(idle))
     if any(device.driver == _EFA for device in devices) and not machine.network.net_plugins:
         fix = "install aws-ofi-nccl and put its folder into LD_LIBRARY_PATH: NCCL falls back to sockets without it"
-        return warn("rdma", f"{told}, and no libnccl-net.so was found", fix)
-    return ok("rdma", told)
+        return warn("rdma", f"{shown}, and no libnccl-net.so was found", fix)
+    return ok("rdma", shown)
 
 
 _OLDEST_TORCH = (2, 11)
@@ -134,11 +134,11 @@ def check_gpus(machine: Machine) -> Verdict:
     if not machine.gpus:
         return ok("gpus", "none: ranks run on the CPU with gloo")
     names = [gpu.name for gpu in machine.gpus]
-    told = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    shown = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     hidden = f"; CUDA_VISIBLE_DEVICES hides {machine.hidden_gpus} more" if machine.hidden_gpus else ""
     if len(set(names)) > 1:
-        return warn("gpus", f"{told}{hidden}: the slowest sets the pace", "choose equal ones by CUDA_VISIBLE_DEVICES")
-    return ok("gpus", told + hidden)
+        return warn("gpus", f"{shown}{hidden}: the slowest sets the pace", "choose equal ones by CUDA_VISIBLE_DEVICES")
+    return ok("gpus", shown + hidden)
 
 
 def check_gpu_memory(machine: Machine) -> Verdict:
@@ -157,11 +157,11 @@ def check_driver(machine: Machine) -> Verdict:
     if not driver.version:
         return ok("driver", "none")
     newest = ".".join(map(str, driver.cuda))
-    told = f"{driver.version}, up to CUDA {newest}"
+    shown = f"{driver.version}, up to CUDA {newest}"
     if built and int(built.partition(".")[0]) > driver.cuda[0]:
-        fact = f"{told}, and torch is built for CUDA {built}"
+        fact = f"{shown}, and torch is built for CUDA {built}"
         return fail("driver", fact, f"install a newer driver, or a torch for CUDA {driver.cuda[0]}")
-    return ok("driver", told)
+    return ok("driver", shown)
 
 
 def check_torch(machine: Machine) -> Verdict:
@@ -206,54 +206,54 @@ def check_nccl(machine: Machine) -> Verdict:
 
 
 def check_shared_memory(machine: Machine) -> Verdict:
-    """Room in /dev/shm for data loaders and NCCL."""
+    """Capacity of /dev/shm for data loaders and NCCL."""
     total, free = machine.memory.shm_total_bytes, machine.memory.shm_free_bytes
-    told = f"{format_bytes(free, 3)} of {format_bytes(total, 3)} free in /dev/shm"
+    shown = f"{format_bytes(free, 3)} of {format_bytes(total, 3)} free in /dev/shm"
     fix = "docker run --shm-size=16g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory at /dev/shm"
     if total <= _CONTAINER_SHM:
-        return fail("shared memory", told, fix)
+        return fail("shared memory", shown, fix)
     if free < _SMALL_SHM:
-        return warn("shared memory", told, f"remove files that a crash left there, or {fix}")
-    return ok("shared memory", told)
+        return warn("shared memory", shown, f"remove files that a crash left there, or {fix}")
+    return ok("shared memory", shown)
 
 
 def check_memory(machine: Machine) -> Verdict:
     """Host memory that is still there."""
     memory = machine.memory
-    told = f"{format_bytes(memory.available_bytes, 3)} of {format_bytes(memory.total_bytes, 3)} available"
+    shown = f"{format_bytes(memory.available_bytes, 3)} of {format_bytes(memory.total_bytes, 3)} available"
     if memory.available_bytes < _LITTLE_MEMORY:
-        say = fail if memory.available_bytes < _SMALL_MEMORY else warn
-        return say("memory", told, "end other processes, or raise the memory limit of the container or job")
-    return ok("memory", told)
+        judge = fail if memory.available_bytes < _SMALL_MEMORY else warn
+        return judge("memory", shown, "end other processes, or raise the memory limit of the container or job")
+    return ok("memory", shown)
 
 
 def check_limits(machine: Machine) -> Verdict:
     """Limits on files, processes and locked memory."""
     limits = machine.limits
-    told = (
+    shown = (
         f"open files {_count(limits.nofile)}, processes {_count(limits.nproc)},"
         f" locked memory {'unlimited' if limits.memlock_bytes is None else format_bytes(limits.memlock_bytes, 3)}"
     )
     if machine.network.rdma and limits.memlock_bytes is not None:
         fix = "ulimit -l unlimited (docker run --ulimit memlock=-1): RDMA cannot register memory otherwise"
-        return fail("limits", told, fix)
+        return fail("limits", shown, fix)
     if limits.nofile is not None and limits.nofile < _SOME_FILES:
-        return (fail if limits.nofile < _FEW_FILES else warn)("limits", told, "ulimit -n 65536")
+        return (fail if limits.nofile < _FEW_FILES else warn)("limits", shown, "ulimit -n 65536")
     if limits.nproc is not None and limits.nproc < _FEW_PROCESSES:
-        return warn("limits", told, "ulimit -u unlimited")
-    return ok("limits", told)
+        return warn("limits", shown, "ulimit -u unlimited")
+    return ok("limits", shown)
 
 
 def check_cores(machine: Machine) -> Verdict:
     """Cores that ranks may use."""
     cpu, num_gpus = machine.cpu, len(machine.gpus)
     usable = len(cpu.allowed) if cpu.quota is None else min(len(cpu.allowed), cpu.quota)
-    told = f"{usable:g} of {cpu.cores} cores"
+    shown = f"{usable:g} of {cpu.cores} cores"
     if cpu.quota is not None and cpu.quota < len(cpu.allowed):
-        told += f" (the cgroup gives {cpu.quota:g})"
+        shown += f" (the cgroup gives {cpu.quota:g})"
     if usable < max(1, num_gpus):
-        return warn("cores", f"{told} for {num_gpus or 1} ranks", "ask for more cores, at least one for every GPU")
-    return ok("cores", told)
+        return warn("cores", f"{shown} for {num_gpus or 1} ranks", "ask for more cores, at least one for every GPU")
+    return ok("cores", shown)
 
 
 def check_numa(machine: Machine) -> Verdict:
@@ -272,32 +272,32 @@ def check_numa(machine: Machine) -> Verdict:
 
 
 def check_disk(machine: Machine) -> Verdict:
-    """Room and speed of the disk under the current folder, where run directories go."""
+    """Capacity and speed of the disk under the current folder, where run directories go."""
     disk = machine.disk
-    told = f"{format_bytes(disk.free_bytes, 3)} of {format_bytes(disk.total_bytes, 3)} free in {disk.path}"
+    shown = f"{format_bytes(disk.free_bytes, 3)} of {format_bytes(disk.total_bytes, 3)} free in {disk.path}"
     if disk.error:
         return fail("disk", f"{disk.path} cannot be written ({disk.error})", "go to another folder, or use --run-dir")
     if disk.free_bytes < _LITTLE_DISK:
-        say = fail if disk.free_bytes < _SMALL_DISK else warn
-        return say("disk", told, "remove old runs and checkpoints, or use --run-dir on another disk")
-    told += f", {disk.write_bytes_s / 1e6:.0f} MB/s written through"
+        judge = fail if disk.free_bytes < _SMALL_DISK else warn
+        return judge("disk", shown, "remove old runs and checkpoints, or use --run-dir on another disk")
+    shown += f", {disk.write_bytes_s / 1e6:.0f} MB/s written through"
     if disk.write_bytes_s < _SLOW_DISK:
-        return warn("disk", told, "put checkpoints on a faster disk with --run-dir")
-    return ok("disk", told)
+        return warn("disk", shown, "put checkpoints on a faster disk with --run-dir")
+    return ok("disk", shown)
 
 
 def check_clock(machine: Machine) -> Verdict:
     """A clock that others can agree with."""
     clock = machine.clock
-    told = dt.datetime.fromtimestamp(clock.now, dt.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    shown = dt.datetime.fromtimestamp(clock.now, dt.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     if clock.now < clock.newest_file - _FAR_CLOCK_S:
-        return fail("clock", f"{told}, earlier than files of this installation", "set the clock: chronyc makestep")
+        return fail("clock", f"{shown}, earlier than files of this installation", "set the clock: chronyc makestep")
     if abs(clock.disk_skew_s) > _FAR_CLOCK_S:
-        fact = f"{told}, and a file written now is dated {clock.disk_skew_s:+.1f} s: the file server has another time"
+        fact = f"{shown}, and a file written now is dated {clock.disk_skew_s:+.1f} s: the file server has another time"
         return warn("clock", fact, "let both follow the same time server")
     if clock.synchronised is False:
-        return warn("clock", f"{told}, not synchronised", "start chrony or ntpd; one machine alone needs none")
-    return ok("clock", told)
+        return warn("clock", f"{shown}, not synchronised", "start chrony or ntpd; one machine alone needs none")
+    return ok("clock", shown)
 
 
 CHECKS: tuple[Callable[[Machine], Verdict], ...] = (
@@ -318,11 +318,11 @@ CHECKS: tuple[Callable[[Machine], Verdict], ...] = (
     check_disk,
     check_clock,
 )
-"""Every check of a machine, in the order in which they are told."""
+"""Every check of a machine, in the order of the report."""
 
 
 def check_machine(machine: Machine) -> list[Verdict]:
-    """Return what every check says of `machine`."""
+    """Return the verdict of every check on `machine`."""
     return [check(machine) for check in CHECKS]
 
 

@@ -26,7 +26,7 @@ class Driver(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Torch(msgspec.Struct, frozen=True, kw_only=True):
-    """The installed torch, as a process that imports it tells."""
+    """The installed torch, as reported by a process that imports it."""
 
     version: str = ""
     cuda: str = ""
@@ -37,7 +37,7 @@ class Torch(msgspec.Struct, frozen=True, kw_only=True):
     num_gpus: int = 0
     """That CUDA shows it."""
     cuda_error: str = ""
-    """What it says when CUDA cannot be used."""
+    """Its message when CUDA cannot be used."""
     error: str = ""
     """Why it cannot be imported."""
 
@@ -125,7 +125,7 @@ class Clock(msgspec.Struct, frozen=True, kw_only=True):
     newest_file: float
     """When the newest of our own files was installed: the clock cannot be behind it."""
     synchronised: bool | None = None
-    """Whether the kernel says so; None: it does not say."""
+    """Whether the kernel reports so; None: unknown."""
     disk_skew_s: float = 0.0
     """How far a file written now is ahead of the clock: another machine's clock on a shared disk."""
 

@@ -55,7 +55,7 @@ _TIME_ERROR = 5
 """adjtimex: the clock is not synchronised."""
 _ASK_TORCH = """
 import json, warnings
-with warnings.catch_warnings(record=True) as said:
+with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import torch, torch.distributed as dist
     usable = torch.cuda.is_available()
@@ -64,7 +64,7 @@ print(json.dumps({
     "version": torch.__version__, "cuda": torch.version.cuda or "", "nccl": ".".join(map(str, nccl)),
     "gloo": dist.is_available() and dist.is_gloo_available(),
     "num_gpus": torch.cuda.device_count() if usable else 0,
-    "cuda_error": next((str(w.message).splitlines()[0] for w in said if "CUDA" in str(w.message)), ""),
+    "cuda_error": next((str(w.message).splitlines()[0] for w in caught if "CUDA" in str(w.message)), ""),
 }))
 """
 
@@ -136,7 +136,7 @@ def _text(given: str | bytes) -> str:
 
 
 def observe_torch() -> Torch:
-    """Return what a fresh process that imports torch says: one that cannot be imported may end that process."""
+    """Return what a fresh process that imports torch reports: one that cannot be imported may end that process."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=_TORCH_S, check=False
@@ -144,8 +144,8 @@ def observe_torch() -> Torch:
     except subprocess.TimeoutExpired:
         return Torch(error=f"importing it took more than {_TORCH_S:.0f} s")
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines()
-        return Torch(error=said[-1] if said else f"importing it ended with {done.returncode}")
+        lines = done.stderr.strip().splitlines()
+        return Torch(error=lines[-1] if lines else f"importing it ended with {done.returncode}")
     return Torch(**json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -163,15 +163,15 @@ def observe_limits() -> ProcessLimits:
     )
 
 
-def observe_memory(shm: Path = Path("/dev/shm")) -> HostMemory:  # noqa: S108 - looked at, not written
+def observe_memory(shm: Path = Path("/dev/shm")) -> HostMemory:  # noqa: S108 - read, not written
     """Return host memory and shared memory; a machine without /dev/shm has none."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    room = shutil.disk_usage(shm) if shm.is_dir() else (0, 0, 0)
+    usage = shutil.disk_usage(shm) if shm.is_dir() else (0, 0, 0)
     return HostMemory(
         total_bytes=total,
         available_bytes=min(total, available_memory()),
-        shm_total_bytes=room[0],
-        shm_free_bytes=room[2],
+        shm_total_bytes=usage[0],
+        shm_free_bytes=usage[2],
     )
 
 
@@ -196,9 +196,9 @@ def read_cpulist(text: str) -> tuple[int, ...]:
 
 
 def observe_disk(folder: Path) -> Disk:
-    """Return the room in a folder, and how fast a few MiB get there; the file is removed again."""
-    room = shutil.disk_usage(folder)
-    disk = Disk(path=str(folder), total_bytes=room.total, free_bytes=room.free)
+    """Return the capacity of a folder, and how fast a few MiB get there; the file is removed again."""
+    usage = shutil.disk_usage(folder)
+    disk = Disk(path=str(folder), total_bytes=usage.total, free_bytes=usage.free)
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".shardwise-doctor-") as file:
             start = time.perf_counter()
@@ -212,7 +212,7 @@ def observe_disk(folder: Path) -> Disk:
 
 
 def observe_clock(folder: Path) -> Clock:
-    """Return what the clock says, beside the kernel's word on it and a file written in `folder` now."""
+    """Return the time, whether the kernel calls the clock synchronised, and that of a new file in `folder`."""
     skew = 0.0
     with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=folder, prefix=".shardwise-doctor-") as file:
         skew = Path(file.name).stat().st_mtime - time.time()
@@ -228,8 +228,8 @@ def _is_synchronised() -> bool | None:
     if not sys.platform.startswith("linux"):
         return None
     library = ctypes.CDLL(None, use_errno=True)
-    room = ctypes.create_string_buffer(512)  # struct timex has 208 bytes; zero modes ask and change nothing
-    state = library.adjtimex(room)
+    buffer = ctypes.create_string_buffer(512)  # struct timex has 208 bytes; zero modes ask and change nothing
+    state = library.adjtimex(buffer)
     return None if state < 0 else state != _TIME_ERROR
 
 
@@ -311,7 +311,7 @@ def _addresses_of(name: str) -> tuple[str, ...]:
 
 
 def _within(ask: Callable[[], T], otherwise: T) -> T:
-    """Return what the resolver says, `otherwise` where it does not know or does not answer in time."""
+    """Return the answer of the resolver, `otherwise` where it does not know or does not answer in time."""
     answers: list[T] = []
 
     def look_up() -> None:

@@ -47,7 +47,7 @@ def check_login(found: NetFacts) -> list[Verdict]:
 
 def check_versions(found: NetFacts) -> list[Verdict]:
     """Python, shardwise, torch and NCCL are there, and the same on all hosts."""
-    bad, told = [], []
+    bad, versions = [], []
     for name in ("Python", "shardwise", "torch", "NCCL"):
         by_version: dict[str, list[str]] = {}
         for host, its in found.facts.items():
@@ -62,15 +62,15 @@ def check_versions(found: NetFacts) -> list[Verdict]:
             bad.append(fail("versions", fact, f"install {name} {there}".strip() + " there"))
         elif len(by_version) > 1:
             most = max(by_version, key=lambda version: len(by_version[version]))
-            told_of = [f"{name_hosts(hosts)} {_has(hosts)} {version}" for version, hosts in by_version.items()]
-            bad.append(fail("versions", f"{name} differs: {', '.join(told_of)}", f"install {name} {most} on all"))
+            by_host = [f"{name_hosts(hosts)} {_has(hosts)} {version}" for version, hosts in by_version.items()]
+            bad.append(fail("versions", f"{name} differs: {', '.join(by_host)}", f"install {name} {most} on all"))
         else:
-            told.append(f"{name} {next(iter(by_version), '') or 'not installed, as with CPU builds of torch'}")
-    return bad or [ok("versions", f"the same everywhere: {', '.join(told)}")]
+            versions.append(f"{name} {next(iter(by_version), '') or 'not installed, as with CPU builds of torch'}")
+    return bad or [ok("versions", f"the same everywhere: {', '.join(versions)}")]
 
 
 def check_clocks(found: NetFacts) -> list[Verdict]:
-    """All clocks tell the same time, as far as the way there lets us see."""
+    """All clocks show the same time, as far as the latency of the link lets us measure."""
     if not found.clocks:
         return []
     usual_s = statistics.median(clock.offset_s for clock in found.clocks.values())
@@ -80,9 +80,9 @@ def check_clocks(found: NetFacts) -> list[Verdict]:
         sure_s = abs(off_s) - clock.error_s
         if sure_s > LATE_S:
             way = "ahead of" if off_s > 0 else "behind"
-            say = fail if sure_s > VERY_LATE_S else warn
+            judge = fail if sure_s > VERY_LATE_S else warn
             fact = f"the clock of {host} is {abs(off_s):.1f} s {way} the others"
-            bad.append(say("clocks", fact, f"run chronyd or ntpd there; see: ssh {host} timedatectl"))
+            bad.append(judge("clocks", fact, f"run chronyd or ntpd there; see: ssh {host} timedatectl"))
     widest_s = max(abs(clock.offset_s - usual_s) + clock.error_s for clock in found.clocks.values())
     return bad or [ok("clocks", f"apart by less than {1e3 * widest_s:.3g} ms")]
 
@@ -116,7 +116,7 @@ def _has(names: Iterable[str]) -> str:
     return "has" if len(list(names)) == 1 else "have"
 
 
-# Whether hosts know each other by name, and by address: what each one's resolver says beside what is true; pure.
+# Whether hosts know each other by name, and by address: the answers of each resolver beside the true ones; pure.
 
 
 def check_names(found: NetFacts) -> list[Verdict]:
@@ -195,7 +195,7 @@ def _check_reverse(found: NetFacts, hosts: Sequence[str], owner: Mapping[str, st
 
 
 def _askers(found: NetFacts, host: str, places: Sequence[str]) -> str:
-    """Say who does not know a host."""
+    """Return who does not know a host."""
     others = [other for other in found.lookups if other != host]
     return "the others" if others and set(others) <= set(places) else name_few(places)
 
@@ -203,7 +203,7 @@ def _askers(found: NetFacts, host: str, places: Sequence[str]) -> str:
 def _entry(found: NetFacts, host: str) -> str:
     road = found.road.addresses if found.road is not None else {}
     address = road.get(host) or next(iter(found.facts[host].addresses), "ADDRESS")
-    return f"write '{address} {found.facts[host].hostname}' into /etc/hosts there, or mend the name service"
+    return f"write '{address} {found.facts[host].hostname}' into /etc/hosts there, or correct the name service"
 
 
 def _is_loopback(address: str) -> bool:
@@ -225,13 +225,13 @@ CHECKS = (  # in the order in which one thing rests on another
 
 
 def diagnose(found: NetFacts) -> list[Verdict]:
-    """Return what every check says; of hosts none of which can be asked, only that."""
+    """Return the verdicts of every check; where no host answers, only that."""
     checks = CHECKS if found.usable else (check_login,)
     return [verdict for check in checks for verdict in check(found)]
 
 
 def good_hosts(found: NetFacts) -> tuple[str, ...]:
-    """Return hosts that answer, have what the most have, and all come to each other; the most cut off leave first."""
+    """Return hosts that answer, have what the most have, and all reach each other; the worst connected leave first."""
     kinds = {host: tuple(sorted(its.versions.items())) for host, its in found.facts.items()}
     usual = Counter(kinds.values()).most_common(1)[0][0] if kinds else ()
     without = {host for one in found.storage for host in one.missing}
@@ -245,7 +245,7 @@ def good_hosts(found: NetFacts) -> tuple[str, ...]:
 
 
 def launch_lines(found: NetFacts, typed: Mapping[str, str]) -> list[str]:
-    """Return what to type, then what launchers that do not look for themselves need; empty when no two hosts are good.
+    """Return what to type, then what launchers without a choice of interface need; empty when no two hosts are good.
 
     `typed` is how to name each host to --hosts.
     """
@@ -254,18 +254,18 @@ def launch_lines(found: NetFacts, typed: Mapping[str, str]) -> list[str]:
         return []
     left_out = [host for host in found.hosts if host not in hosts]
     named = ",".join(typed[host] for host in hosts)
-    words = ["shardwise", "launch", "--hosts", named, "--master-addr", found.road.addresses[hosts[0]]]
+    argv = ["shardwise", "launch", "--hosts", named, "--master-addr", found.road.addresses[hosts[0]]]
     interfaces = {host: found.facts[host].addresses[found.road.addresses[host]].name for host in hosts}
     names = dict.fromkeys(interfaces.values())
     if len(names) == 1:
         name = next(iter(names))
-        told = f"GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"
+        variables = f"GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"
     else:
-        told = "; ".join(
+        variables = "; ".join(
             f"on {host}: GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}" for host, name in interfaces.items()
         )
     return [
         *([f"# without {', '.join(left_out)}"] if left_out else []),
-        f"{shlex.join(words)} train.py",
-        f"# shardwise names the interface by itself; torchrun needs: {told}",
+        f"{shlex.join(argv)} train.py",
+        f"# shardwise names the interface by itself; torchrun needs: {variables}",
     ]

@@ -34,7 +34,7 @@ class HostInterface(msgspec.Struct, frozen=True):
 
 
 class HostFacts(msgspec.Struct, frozen=True):
-    """What a host says of itself."""
+    """What a host reports of itself."""
 
     hostname: str
     executable: str
@@ -51,7 +51,7 @@ class HostFacts(msgspec.Struct, frozen=True):
 
 
 class Lookups(msgspec.Struct, frozen=True):
-    """What a host's resolver says; empty for a name or address that it does not know."""
+    """The answers of a host's resolver; empty for a name or address that it does not know."""
 
     forward: dict[str, tuple[str, ...]]
     reverse: dict[str, tuple[str, ...]]
@@ -78,7 +78,7 @@ class ReachedHost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PortFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The port at which nodes are to meet, on the first host."""
+    """The port of the rendezvous, on the first host."""
 
     host: str
     address: str
@@ -116,13 +116,13 @@ class StorageFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     folder: str
     writer: str = ""
-    """Empty when nobody could write."""
+    """Empty when no host could write."""
     readers: tuple[str, ...] = ()
     """Hosts that read it back, the writer among them."""
     missing: tuple[str, ...] = ()
     """Hosts that have no such folder."""
     refusal: str = ""
-    """Why nobody could write."""
+    """Why no host could write."""
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -167,7 +167,7 @@ class NetFacts(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(host for host in self.hosts if host in self.facts)
 
 
-# Hosts in words: few by name, many by number.
+# Names of hosts: few by name, many by number.
 
 
 _MOST = 4
@@ -212,14 +212,14 @@ def roads(facts: Mapping[str, HostFacts]) -> list[Road]:
 
 
 def open_pairs(road: Road, reached: Iterable[ReachedHost]) -> set[Pair]:
-    """Return the pairs of which the source comes to the target on this road."""
+    """Return the pairs whose source reaches the target on this road."""
     return {(one.source, one.target) for one in reached if not one.refusal and _is_on(road, one)}
 
 
 def cut_pairs(road: Road, reached: Iterable[ReachedHost]) -> dict[Pair, str]:
-    """Return the pairs of which the source does not come to the target on this road, and why."""
+    """Return the pairs whose source does not reach the target on this road, and why."""
     tried = {(one.source, one.target): one.refusal for one in reached if _is_on(road, one)}
-    found = {pair: tried.get(pair, "it did not say") for pair in permutations(road.addresses, 2)}
+    found = {pair: tried.get(pair, "no reason given") for pair in permutations(road.addresses, 2)}
     return {pair: why for pair, why in found.items() if why}
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_reach(found: NetFacts) -> list[Verdict]:
-    """Every host comes to every other, at addresses of one network or of interfaces of one name."""
+    """Every host reaches every other, at addresses of one network or of interfaces of one name."""
     if len(found.usable) < 2:
         return []
     if found.road is None:
@@ -36,7 +36,7 @@ def check_reach(found: NetFacts) -> list[Verdict]:
 
 
 def _name_cut(road: Road, cut: dict[Pair, str]) -> list[Verdict]:
-    """Return one verdict for a host that is cut off from all, and one for every other pair."""
+    """Return one verdict for a host that reaches none, and one for every other pair."""
     bad = []
     for who in culprits(tuple(road.addresses), cut):
         if len(who) == 1:
@@ -48,13 +48,13 @@ def _name_cut(road: Road, cut: dict[Pair, str]) -> list[Verdict]:
         source, target = who if who in cut else (who[1], who[0])
         address = road.addresses[target]
         back = ", nor back" if (target, source) in cut else ""
-        fact = f"{source} does not come to {target} at {address} ({cut[source, target]}){back}"
+        fact = f"{source} does not reach {target} at {address} ({cut[source, target]}){back}"
         bad.append(fail("pairs", fact, f"open the way: see ssh {source} ip route get {address}, and the firewall"))
     return bad
 
 
 def check_port(found: NetFacts) -> list[Verdict]:
-    """Nodes can meet at the port asked for: it is free on the first host, and all others come there."""
+    """The port of the rendezvous is free on the first host, and all others reach it."""
     port = found.port
     if port is None:
         return []
@@ -98,8 +98,8 @@ def check_mtu(found: NetFacts) -> list[Verdict]:
         bad.append(fail("MTU", fact, fix))
     sizes = sorted({interface.mtu for interface in own.values()})
     if len(sizes) > 1:
-        told = ", ".join(f"{host} {interface.mtu} on {interface.name}" for host, interface in own.items())
-        bad.append(warn("MTU", f"interfaces differ: {told}", "give all the same: ip link set INTERFACE mtu BYTES"))
+        mtus = ", ".join(f"{host} {interface.mtu} on {interface.name}" for host, interface in own.items())
+        bad.append(warn("MTU", f"interfaces differ: {mtus}", "give all the same: ip link set INTERFACE mtu BYTES"))
     untried = not any(path.mtu for path in found.paths)
     seen = "; the way between was not tried, since datagrams do not pass" if untried else ", and such packets arrive"
     return bad or [ok("MTU", f"{sizes[0]} bytes on all{seen}")]
@@ -117,7 +117,7 @@ def check_links(found: NetFacts) -> list[Verdict]:
     for who in culprits(found.usable, unmeasured):
         between = f"{who[0]} and {'the others' if len(who) == 1 else who[1]}"
         fact = f"connections between {between} open, and then nothing gets through"
-        bad.append(fail("links", fact, "see what is said of the MTU; else look for a firewall that cuts streams"))
+        bad.append(fail("links", fact, "see the verdict on the MTU; else look for a firewall that cuts streams"))
     if bad or not found.links:
         return bad
     alike = "none is slow beside the others" if len(found.usable) > 2 else "both ways"
@@ -145,7 +145,7 @@ def _look_at(pairs: tuple[Pair, ...]) -> str:
 FAR_S = 2e-3
 """Half a round trip from which on two hosts are not in one cluster: ten times what a busy Ethernet switch adds."""
 THIN = 100e6
-"""Bytes a second below which a link is slower than gigabit Ethernet, over which nobody trains twice."""
+"""Bytes a second below which a link is slower than gigabit Ethernet, over which training does not scale."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Links:
-    """What `find_slow` reads of ranks, said of hosts with one rank each."""
+    """What `find_slow` reads of ranks, for hosts with one rank each."""
 
     places: tuple[_Place, ...]
     latencies: dict[tuple[int, int], float]
@@ -186,10 +186,10 @@ def slow_links(hosts: Sequence[str], links: Sequence[LinkFacts]) -> list[Slow]:
     for slow in find_slow(cast("Pairs", measured)):  # which needs torch to be made
         pairs = tuple((hosts[source], hosts[target]) for source, target in slow.pairs)
         # "rank 0 (host0)" is a host here; and so is "across nodes", where every pair is
-        words = slow.sentence.replace(" across nodes", "")
+        sentence = slow.sentence.replace(" across nodes", "")
         for host, index in number.items():
-            words = words.replace(f"rank {index} ({host})", host)
-        found.append(Slow(pairs=pairs, sentence=words))
+            sentence = sentence.replace(f"rank {index} ({host})", host)
+        found.append(Slow(pairs=pairs, sentence=sentence))
     return found
 
 

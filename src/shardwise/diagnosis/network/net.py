@@ -53,7 +53,7 @@ _MORE_LOOKS = 2
 """How often links that look slow are measured again at most: what disturbs a link only ever adds time. Once is enough
 when they all still do."""
 _PACKETS = (8900, 4000, 1500, 1450, 1400, 1280, 576)
-"""Sizes that are tried below what the interfaces say: tunnels take 50 to 100 bytes."""
+"""Sizes that are tried below the MTU of the interfaces: tunnels take 50 to 100 bytes."""
 
 
 class NetSpec(Spec, frozen=True, kw_only=True):
@@ -103,9 +103,9 @@ def _typed(host: HostSpec) -> str:
 
 
 def examine(hosts: Sequence[HostSpec], *, folders: Sequence[Path], port: int, note: Callable[[str], None]) -> NetFacts:
-    """Find out all that checks need, over ssh; `note` hears what is being done. Nothing is left on any host.
+    """Find out all that checks need, over ssh; `note` is called with progress messages. Nothing is left on any host.
 
-    `folders` are absolute; `port` is where nodes are to meet, on the first host that answers.
+    `folders` are absolute; `port` is that of the rendezvous, on the first host that answers.
     """
     labels = label_hosts(hosts)
     here = find_here(hosts)
@@ -219,7 +219,7 @@ class _Examination:
         return {"type": "reach", "targets": targets}
 
     def _try_port(self, road: Road) -> PortFacts:
-        """Have the first host listen where nodes are to meet, and all others come there."""
+        """Have the first host listen at the port of the rendezvous, and all others connect to it."""
         first, *others = road.addresses
         address = road.addresses[first]
         opened = self._hub.question({first: self._open_order(first, [[address, self._port]])}, ANSWER_S).get(first)
@@ -229,8 +229,8 @@ class _Examination:
         order = self._reach_order([(first, address, door["port"])])
         replies = self._hub.question(dict.fromkeys(others, order), 2 * REACH_S + _MARGIN_S)
         found = {host: replies[host]["reached"][0]["refusal"] if host in replies else "no answer" for host in others}
-        cut = {host: why for host, why in found.items() if why}
-        return PortFacts(host=first, address=address, port=door["port"], cut=cut)
+        refused = {host: why for host, why in found.items() if why}
+        return PortFacts(host=first, address=address, port=door["port"], cut=refused)
 
     def _links(self, road: Road, pairs: set[Pair]) -> tuple[LinkFacts, ...]:
         """Measure the pairs, disjoint ones at the same time, and those that look slow again."""
@@ -318,7 +318,7 @@ def label_hosts(hosts: Sequence[HostSpec]) -> list[str]:
     ]
 
 
-# Whether a folder is the same storage on all hosts: one writes a word that only we know, all look for it.
+# Whether a folder is the same storage on all hosts: one writes a secret, all read it.
 
 
 _NAME = ".shardwise-doctor-"

@@ -1,6 +1,6 @@
 """The probe of `doctor net`: a program of its own that is sent to every host, answers questions there, and leaves.
 
-It imports nothing of ours, since it has to say whether and which shardwise is there: its text travels by stdin. One
+It imports nothing of ours, since it has to report whether and which shardwise is there: its text travels by stdin. One
 JSON object a line comes in, one goes out. It is gone, with its ports and files, when its stdin ends, when nobody was
 heard for some seconds, or when a signal asks it to go.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MARK = b"shardwise-probe "
 """Begins every line of a probe, since shells may write something of their own before it starts."""
 SILENCE_S = 8.0
-"""The doctor, which says something every second, is gone after so long a silence."""
+"""The doctor sends something every second; after so long a silence it is gone."""
 LOOKUP_S = 5.0
 REACH_S = 3.0
 GREETING_BYTES = WORD_BYTES = 32
@@ -63,7 +63,7 @@ class Probe:
         self._has_left = False
 
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Do what an order says and return what came of it."""
+        """Execute an order and return its result."""
         doing: dict[str, Callable[..., dict[str, Any]]] = {
             "look": look,
             "lookup": look_up,
@@ -117,8 +117,8 @@ class Probe:
                 while data := guest.recv(64):
                     guest.sendall(data)
             elif wish == b"c":
-                count, room = 0, bytearray(_CHUNK)
-                while received := guest.recv_into(room):
+                count, buffer = 0, bytearray(_CHUNK)
+                while received := guest.recv_into(buffer):
                     count += received
                 guest.sendall(struct.pack("!Q", count))
 
@@ -130,7 +130,7 @@ class Probe:
                     echo.sendto(data[: WORD_BYTES + 4], sender)
 
     def reach(self, targets: list[list[Any]]) -> dict[str, Any]:
-        """Go to each (address, port, greeting) at the same time; say why not, and from which address of ours."""
+        """Go to each (address, port, greeting) in parallel; return why it failed, and from which address of ours."""
 
         def go(address: str, port: int, greeting: str) -> dict[str, str]:
             own = ""
@@ -167,7 +167,7 @@ class Probe:
                     pass
             except TimeoutError:
                 continue
-            except OSError:  # our own interface takes no such packet, or nobody listens
+            except OSError:  # our own interface takes no such packet, or no process listens
                 return False
             return True
         return False
@@ -235,7 +235,7 @@ def look(folders: list[str]) -> dict[str, Any]:
 
 
 def look_up(names: list[str], addresses: list[str]) -> dict[str, Any]:
-    """Return the addresses of names and the names of addresses, as this host's resolver tells; empty for neither."""
+    """Return the addresses of names and the names of addresses, as this host's resolver answers; empty for neither."""
 
     def forward(name: str) -> list[str]:
         with contextlib.suppress(OSError, UnicodeError):
@@ -298,7 +298,7 @@ def _interfaces() -> list[dict[str, Any]]:
 def _together(calls: list[tuple[Callable[..., T], list[Any]]], limit_s: float, late: T) -> list[T]:
     """Make the calls at the same time and return what each returned; `late` for one that takes too long."""
     pool = ThreadPoolExecutor(max_workers=max(1, min(64, len(calls))))
-    futures = [pool.submit(call, *words) for call, words in calls]
+    futures = [pool.submit(call, *arguments) for call, arguments in calls]
     deadline = time.monotonic() + limit_s
 
     def result(future: Future[T]) -> T:
@@ -322,8 +322,8 @@ def _exactly(end: socket.socket, count: int) -> bytes:
     return data
 
 
-def _in_background(work: Callable[..., None], *words: object) -> None:
-    threading.Thread(target=work, args=words, daemon=True).start()
+def _in_background(work: Callable[..., None], *arguments: object) -> None:
+    threading.Thread(target=work, args=arguments, daemon=True).start()
 
 
 def main() -> None:
@@ -337,7 +337,7 @@ def main() -> None:
         number = order.pop("number")
         try:
             reply = {"number": number, **probe.answer(order)}
-        except Exception as error:  # noqa: BLE001 - whatever went wrong here is for the doctor to tell
+        except Exception as error:  # noqa: BLE001 - whatever went wrong here is for the doctor to report
             reply = {"number": number, "error": f"{type(error).__name__}: {error}"}
         with turn, contextlib.suppress(OSError):
             os.write(1, MARK + json.dumps(reply).encode() + b"\n")

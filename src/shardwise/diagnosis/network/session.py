@@ -34,7 +34,7 @@ class ProbeSession(Session):
     """A session whose other end is a probe in place of a guard: it has to work where no shardwise, or another, is."""
 
     def __init__(self, host: HostSpec, label: str, *, is_here: bool) -> None:
-        """Start a probe on `host`, which is told apart by `label`: over ssh, or directly on this machine."""
+        """Start a probe on `host`, which `label` identifies: over ssh, or directly on this machine."""
         super().__init__(host, is_here=is_here, command=probe_command())
         self.label = label
         self.send(Path(net_probe.__file__).read_text())

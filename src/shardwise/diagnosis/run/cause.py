@@ -44,10 +44,10 @@ _OUT_OF_MEMORY = ("device memory", "host memory")
 
 
 def state_of(facts: RunFacts) -> State:
-    """Return how far a run is; "lost" when its launcher ended without a word, "silent" when nobody can be asked."""
-    told = [launcher.finished for launcher in facts.launchers if launcher.finished]
+    """Return how far a run is; "lost" when its launcher ended without a message, "silent" when none can be asked."""
+    states = [launcher.finished for launcher in facts.launchers if launcher.finished]
     for state in ("failed", "stopped", "finished"):
-        if state in told and (state != "finished" or len(told) == len(facts.launchers)):
+        if state in states and (state != "finished" or len(states) == len(facts.launchers)):
             return state
     if not facts.launchers:  # torchrun, srun or mpirun started it
         if facts.failures:
@@ -100,7 +100,7 @@ def _kind_of_exit(cause: RankExit) -> Kind:
 
 
 def check_cause(facts: RunFacts) -> list[Verdict]:
-    """Say why the run ended, and whom that took along; nothing for one that goes on."""
+    """Return why the run ended, and which ranks failed as a consequence; nothing for one that continues."""
     state = state_of(facts)
     if state == "finished":
         return [ok("cause", "the run has finished: every rank ended with exit code 0")]
@@ -110,7 +110,7 @@ def check_cause(facts: RunFacts) -> list[Verdict]:
         return [_lost(facts)]
     kind, cause = kind_of_end(facts), cause_of(facts)
     if kind in _ASKED:
-        return [warn("cause", f"{kind}: it was asked to stop, {_ASKED[kind]}", "go on, as below")]
+        return [warn("cause", f"{kind}: it was asked to stop, {_ASKED[kind]}", "continue, as below")]
     if cause is None:
         todo = f"read {facts.path}/stacks" if kind == "hang" else "see the launcher's last lines"
         return [fail("cause", f"{kind}: {_verdict(facts) or 'no rank is to blame'}", todo)]
@@ -126,7 +126,7 @@ def check_cause(facts: RunFacts) -> list[Verdict]:
 
 
 def _why_too(cause: RankExit, others: Sequence[Failure]) -> str:
-    """Say why other ranks failed too."""
+    """Return why other ranks failed too."""
     if all(failure.peer_lost for failure in others):
         return "the connection to it was gone"
     first = cause.failure
@@ -137,15 +137,15 @@ def _why_too(cause: RankExit, others: Sequence[Failure]) -> str:
 
 def _hang(facts: RunFacts) -> str:
     """Return what a guard found that had the launcher stop the ranks; empty if that was not why."""
-    told = [str(event.fields.get("text", "")) for event in facts.events if event.kind == "verdict"]
-    return next((text for text in told[:-1] if text and text in told[-1]), "")
+    texts = [str(event.fields.get("text", "")) for event in facts.events if event.kind == "verdict"]
+    return next((text for text in texts[:-1] if text and text in texts[-1]), "")
 
 
 def _lost(facts: RunFacts) -> Verdict:
     launcher = next(launcher for launcher in facts.launchers if launcher.is_gone)
     before = f"; before that, {launcher.verdict}" if launcher.verdict else ""
     where = f"the launcher (pid {launcher.pid} on {launcher.host})"
-    fact = f"lost: {where} ended without a word, and its ranks with it{before}"
+    fact = f"lost: {where} ended without a message, and its ranks with it{before}"
     return fail("cause", fact, "see who killed it: dmesg | tail, the batch system, a terminal that was closed")
 
 
@@ -195,7 +195,7 @@ def _todo(kind: Kind, cause: RankExit, facts: RunFacts) -> str:
 
 
 def _said(cause: RankExit, facts: RunFacts) -> str:
-    """Return what a rank said last."""
+    """Return the last line of a rank."""
     if cause.failure is not None:
         return f"{cause.failure.kind}: {cause.failure.message}"
     return facts.tails.get(cause.rank, "")

@@ -61,12 +61,12 @@ class RunReport(VerdictReport, frozen=True, kw_only=True):
 
 @spec_function(RunSpec)
 def doctor_run(spec: RunSpec) -> RunReport:
-    """Say what happened in the run directory RUN, why, what was lost, and what to type next."""
+    """Explain what happened in the run directory RUN, why, what was lost, and what to type next."""
     return explain(read_run(spec.path))
 
 
 def explain(facts: RunFacts) -> RunReport:
-    """Say what happened, why, what was lost, and what to do."""
+    """Explain what happened, why, what was lost, and what to do."""
     state: str = state_of(facts)
     going = check_going(facts) if state in ("running", "silent") else []
     if any(verdict.name == "hang" for verdict in going):
@@ -82,27 +82,27 @@ def explain(facts: RunFacts) -> RunReport:
     return RunReport(
         state=state,
         kind=kind_of_end(facts) if over else "",
-        story=tell(facts.events),
+        story=describe_events(facts.events),
         verdicts=tuple(verdicts),
         commands=next_commands(facts, state),
     )
 
 
 def check_going(facts: RunFacts) -> list[Verdict]:
-    """Say of a run that goes on where its ranks are, who is missed in which collective, and who lags."""
+    """Return where the ranks of a live run are, which rank is missing in which collective, and which lags."""
     age_s = facts.now - facts.newest
     found = [ok("ranks", text) for text in [_phases(facts.marks, facts.now)] if text]
     stall = decide(facts.ranks, STUCK_S)
-    told, behind = _standing_verdict(facts.events), _behind(facts.marks)
-    if stall is not None:  # what a guard said of it knows the stacks too
+    message, behind = _standing_verdict(facts.events), _behind(facts.marks)
+    if stall is not None:  # the verdict of a guard has the stacks too
         fix = f"read {facts.path}/stacks, if there; end it with Ctrl-C at its launcher"
-        found.append(fail("hang", told or stall.text, fix))
-    elif told:
-        found.append(fail("verdict", told, "end it with Ctrl-C at its launcher, and correct that"))
+        found.append(fail("hang", message or stall.text, fix))
+    elif message:
+        found.append(fail("verdict", message, "end it with Ctrl-C at its launcher, and correct that"))
     elif behind and age_s > STUCK_S:
         marks = facts.marks
         place = f"{marks[behind[0]].phase} of step {marks[behind[0]].step}"
-        fact = f"{name_ranks(behind)} lags: still in {place}, and nobody has got on for {age_s:.0f} s"
+        fact = f"{name_ranks(behind)} lags: still in {place}, and no rank has made progress for {age_s:.0f} s"
         found.append(warn("hang", fact, f"see what it does: py-spy dump on its host, {facts.path}/logs"))
     elif facts.newest:
         found.append(ok("going on", f"the last sign of life is {age_s:.0f} s old"))
@@ -112,7 +112,7 @@ def check_going(facts: RunFacts) -> list[Verdict]:
 
 
 def check_lost(facts: RunFacts) -> list[Verdict]:
-    """Say what was lost since the last checkpoint."""
+    """Return what was lost since the last checkpoint."""
     bad = [
         warn("checkpoint", f"left out as damaged: {damage}", "see: shardwise checkpoint ls") for damage in facts.damages
     ]
@@ -132,7 +132,7 @@ def check_lost(facts: RunFacts) -> list[Verdict]:
 
 
 def next_commands(facts: RunFacts, state: str) -> tuple[str, ...]:
-    """Return what to type next: how to go on, or how to look at it."""
+    """Return what to type next: how to continue, or how to watch it."""
     if state == "finished":
         return ()
     if state in ("running", "stuck", "silent"):
@@ -140,7 +140,7 @@ def next_commands(facts: RunFacts, state: str) -> tuple[str, ...]:
     nproc = max((len(launcher.pids) for launcher in facts.launchers), default=1)
     nodes = max((launcher.nodes for launcher in facts.launchers), default=1)
     if facts.job is not None:
-        lines = [shlex.join(_train_words(facts, facts.job, nproc))]
+        lines = [shlex.join(_train_argv(facts, facts.job, nproc))]
     else:
         target = next((launcher.target for launcher in facts.launchers if launcher.target), "SCRIPT")
         lines = [
@@ -152,15 +152,15 @@ def next_commands(facts: RunFacts, state: str) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _train_words(facts: RunFacts, job: Mapping[str, Any], nproc: int) -> list[str]:
+def _train_argv(facts: RunFacts, job: Mapping[str, Any], nproc: int) -> list[str]:
     attribute = str(job.get("attribute", "job"))
     name = _below_here(str(job.get("path", "JOB.py"))) + ("" if attribute == "job" else f":{attribute}")
-    words = ["shardwise", "train", name, "--nproc", str(nproc)]
+    argv = ["shardwise", "train", name, "--nproc", str(nproc)]
     if (facts.path / "plan.toml").is_file():
-        words += ["--plan", str(facts.path / "plan.toml")]
+        argv += ["--plan", str(facts.path / "plan.toml")]
     for key, value in dict(job.get("overrides") or {}).items():
-        words += ["--set", f"{key}={value}"]
-    return words + (["--resume", str(facts.path)] if facts.saved is not None else [])
+        argv += ["--set", f"{key}={value}"]
+    return argv + (["--resume", str(facts.path)] if facts.saved is not None else [])
 
 
 def _below_here(path: str) -> str:
@@ -168,28 +168,28 @@ def _below_here(path: str) -> str:
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
 
-def tell(events: Sequence[Event]) -> tuple[str, ...]:
+def describe_events(events: Sequence[Event]) -> tuple[str, ...]:
     """Return the story: seconds since the first event, and what happened; of steps and saves only the last in a row."""
     if not events:
         return ()
-    told: list[str] = []
+    lines: list[str] = []
     pending: dict[str, str] = {}
     for event in events:
-        telling = _TELLING.get(event.kind)
-        if telling is None or (event.rank and event.kind != "note"):
+        sentence = _SENTENCES.get(event.kind)
+        if sentence is None or (event.rank and event.kind != "note"):
             continue  # of what all ranks write, rank 0's is enough
         try:
-            text = telling(event.fields)
+            text = sentence(event.fields)
         except (KeyError, TypeError, ValueError, IndexError):
             continue  # written by another version
         line = f"+{event.at - events[0].at:8.1f} s  {text}"
         if event.kind in ("steps", "save"):
             pending[event.kind] = line
-        elif text and not any(line.partition("  ")[2] == before.partition("  ")[2] for before in told[-3:]):
-            told += sorted(pending.values())
+        elif text and not any(line.partition("  ")[2] == before.partition("  ")[2] for before in lines[-3:]):
+            lines += sorted(pending.values())
             pending.clear()
-            told.append(line)
-    return (*told, *sorted(pending.values()))
+            lines.append(line)
+    return (*lines, *sorted(pending.values()))
 
 
 def _exit(fields: Mapping[str, Any]) -> str:
@@ -210,7 +210,7 @@ def _finish(fields: Mapping[str, Any]) -> str:
     )
 
 
-_TELLING: dict[str, Callable[[Mapping[str, Any]], str]] = {
+_SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "attempt": _attempt,
     "start": lambda fields: f"training starts: {fields['num_steps']} steps to do",
     "steps": lambda fields: f"step {fields['first'] + len(fields['losses'])} is done",
@@ -235,7 +235,7 @@ def _standing_verdict(events: Sequence[Event]) -> str:
 
 
 def _done(events: Sequence[Event]) -> int:
-    """Return how many steps were done when the run ended, by rank 0's last words on it."""
+    """Return how many steps were done when the run ended, by rank 0's last event."""
     for event in reversed(events):
         if event.kind == "steps" and event.rank == 0:
             return int(event.fields.get("first", 0)) + len(event.fields.get("losses", ()))
@@ -247,7 +247,7 @@ def _place(mark: Mark) -> tuple[int, int]:
 
 
 def _phases(marks: Mapping[int, Mark], now: float) -> str:
-    """Say where ranks are by their marks, those in one place together."""
+    """Return where ranks are by their marks, those in one place together."""
     places: dict[tuple[int, int], list[int]] = {}
     for rank, mark in marks.items():
         places.setdefault(_place(mark), []).append(rank)

@@ -1,4 +1,4 @@
-"""What a run directory tells of a run, read once: events, failures, marks, records of calls, checkpoints, logs."""
+"""What a run directory holds of a run, read once: events, failures, marks, records of calls, checkpoints, logs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LauncherFacts:
     exits: tuple[RankExit, ...] = ()
     verdict: str = ""
     finished: str = ""
-    """"finished", "failed" or "stopped"; empty when it never said."""
+    """"finished", "failed" or "stopped"; empty when it never reported."""
     is_gone: bool = False
     """Its process is known to have ended."""
 
@@ -76,7 +76,7 @@ class RunFacts:
     ranks: Mapping[int, RankStatus] = field(default_factory=dict)
     """By their records of calls; of ranks on this machine only, since process ids mean nothing elsewhere."""
     job: Mapping[str, Any] | None = None
-    """What job.json says; None for a plain script."""
+    """What job.json holds; None for a plain script."""
     saved: int | None = None
     """Step of the newest sound checkpoint."""
     damages: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ def read_run(path: Path) -> RunFacts:
         )
     if not (path / "events").is_dir() and not (path / "logs").is_dir():
         raise InputError(
-            f"{path} is no run directory", code="run.not-a-run", fix="name one that has events and logs: ls -d runs/*"
+            f"{path} is not a run directory", code="run.not-a-run", fix="name one with events and logs: ls -d runs/*"
         )
     run, now = RunDirectory(path), time.time()
     events = _read_events(path)
@@ -202,7 +202,7 @@ def _ranks(path: Path) -> set[int]:
 
 
 def _look(run: RunDirectory, rank: int, now: float) -> RankStatus | None:
-    """Return what a rank's record of calls says; quiet since its last sign, as one look cannot see a change."""
+    """Return the state of a rank by its record of calls; one reading cannot see a change."""
     view = RankView(run, rank)
     view.refresh()
     if not view.pid:
@@ -224,7 +224,7 @@ def _newest_checkpoint(run: RunDirectory) -> tuple[int | None, tuple[str, ...]]:
 
 
 def _read_nccl(run: RunDirectory) -> NcclLog:
-    """Read NCCL's own logs; where it was told to write elsewhere, what it wrote among a rank's lines."""
+    """Read NCCL's own logs; where it was set to write elsewhere, what it wrote among a rank's lines."""
     files = run.nccl_logs() or sorted((run.path / "logs").glob("rank*.*"))
     lines = (line for file in files for line in _text(file).splitlines())
     return read_nccl_log(line for line in lines if " NCCL " in line)

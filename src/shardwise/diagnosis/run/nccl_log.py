@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardwise.runs import RunDirectory
 
 
-_SAID = re.compile(r"NCCL (?:INFO|WARN) (.*)$")
+_MESSAGE = re.compile(r"NCCL (?:INFO|WARN) (.*)$")
 _READ = re.compile(r"(NCCL_\w+) set by environment to (.*?)\.?$")
 _VERSION = re.compile(r"NCCL version (\d[\w.+-]*)")
 _NETWORK = re.compile(r"Using network (.+)$")
@@ -31,11 +31,11 @@ _NEVER_TOLD = frozenset({"NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS", "
 
 
 class NcclLog(msgspec.Struct, frozen=True, kw_only=True):
-    """What the logs of one run say."""
+    """What the logs of one run contain."""
 
     version: str = ""
     read: dict[str, str] = {}
-    """Variables that NCCL says it read, and the value it made of each."""
+    """Variables that NCCL reports to have read, and the value it made of each."""
     networks: tuple[str, ...] = ()
     """Such as IB, Socket or AWS Libfabric; several when ranks differ."""
     interfaces: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class NcclLog(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_empty(self) -> bool:
-        """Whether NCCL said nothing at all."""
+        """Whether NCCL logged nothing at all."""
         return self == NcclLog()
 
     @property
@@ -61,18 +61,18 @@ def read_nccl_log(lines: Iterable[str]) -> NcclLog:
     for line in lines:
         if found := _VERSION.search(line):
             version = found[1]
-        said = _SAID.search(line.rstrip())
-        if said is None:
+        message = _MESSAGE.search(line.rstrip())
+        if message is None:
             continue
         if " NCCL WARN " in f" {line}":
-            warnings[said[1]] = None
-        elif found := _READ.search(said[1]):
+            warnings[message[1]] = None
+        elif found := _READ.search(message[1]):
             read[found[1]] = found[2]
-        elif found := _NETWORK.search(said[1]):
+        elif found := _NETWORK.search(message[1]):
             networks[found[1]] = None
-        elif found := _PAIR.search(said[1]):
+        elif found := _PAIR.search(message[1]):
             pairs[f"{found[1]} -> {found[2]}"] = found[3]
-        if found := _INTERFACE.search(said[1]):
+        if found := _INTERFACE.search(message[1]):
             interfaces[found[1]] = None
     return NcclLog(
         version=version,
@@ -85,7 +85,7 @@ def read_nccl_log(lines: Iterable[str]) -> NcclLog:
 
 
 def effects(asked: Mapping[str, str], log: NcclLog) -> list[Verdict]:
-    """Say of every NCCL variable that ranks had whether NCCL read it, and whether the network was the one meant."""
+    """Return for every NCCL variable of the ranks whether NCCL read it, and whether the network was the one meant."""
     named = {name: value for name, value in asked.items() if name.startswith("NCCL_") and name not in _NEVER_TOLD}
     if log.is_empty:
         if not named and "NCCL_DEBUG" not in asked:
@@ -98,7 +98,7 @@ def effects(asked: Mapping[str, str], log: NcclLog) -> list[Verdict]:
         verdicts.append(fail("network", "InfiniBand was asked for, and NCCL took sockets", fix))
     elif log.networks:
         verdicts.append(
-            ok("network", f"{', '.join(log.networks)} on {', '.join(log.interfaces) or 'no interface told'}")
+            ok("network", f"{', '.join(log.networks)} on {', '.join(log.interfaces) or 'no interface named'}")
         )
     return verdicts
 
@@ -135,7 +135,7 @@ def kind_of(transport: str) -> str:
 
 
 def check_transports(log: NcclLog, hosts: Mapping[int, str]) -> list[Verdict]:
-    """Say by which transport pairs talked, and which fell back to TCP or go round through the network.
+    """Return by which transport pairs communicated, and which fell back to TCP or go round through the network.
 
     `hosts` is where each rank ran. Pairs count ranks as their communicator does: the first one as the world does.
     """
@@ -144,11 +144,11 @@ def check_transports(log: NcclLog, hosts: Mapping[int, str]) -> list[Verdict]:
     by_kind: dict[str, list[str]] = {}
     for pair, transport in log.pairs.items():
         by_kind.setdefault(kind_of(transport), []).append(pair)
-    told = [
+    counts = [
         f"{kind}{f' ({_KINDS[kind]})' if kind in _KINDS else ''} for {_pairs(pairs)}" for kind, pairs in by_kind.items()
     ]
     round_about = [pair for pair, way in log.pairs.items() if way.startswith("NET/") and _is_local(pair, hosts)]
-    found = [ok("transport", "; ".join(told))]
+    found = [ok("transport", "; ".join(counts))]
     if round_about:
         fact = f"{_pairs(round_about)} on one host talked through the network, not GPU to GPU or by shared memory"
         fix = "unset NCCL_P2P_DISABLE and NCCL_SHM_DISABLE; give containers --ipc=host; see nvidia-smi topo -m"
@@ -173,7 +173,7 @@ def _is_local(pair: str, hosts: Mapping[int, str]) -> bool:
 
 
 def _pairs(pairs: Sequence[str]) -> str:
-    """Return pairs of ranks in words: few by name, many by number."""
+    """Return pairs of ranks as text: few by name, many by number."""
     shown = some_of((pair.replace(" -> ", "->") for pair in pairs), most=_MOST)
     return f"{'pair' if len(pairs) == 1 else 'pairs'} {shown}"
 
