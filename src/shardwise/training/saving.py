@@ -56,7 +56,7 @@ class Saving:
     """Saves in the background while training goes on; on every rank alike."""
 
     def __init__(self, spec: SaveSpec, folder: Path, *, job: Job, plan: Plan, world: World, events: EventLog) -> None:
-        keep = parse_keep(spec.keep)
+        keep = parse_keep(str(spec.keep))
         metrics = {"loss", *job.metrics}
         if keep.metric and keep.metric not in metrics:
             raise InputError(

@@ -19,7 +19,7 @@ class SaveSpec(Spec, frozen=True, kw_only=True):
 
     every: Annotated[NonNegativeInt, option("--save-every")] = 0
     """Steps between checkpoints; 0 saves only when the run is asked to stop."""
-    keep: Annotated[str, option(metavar="RULES")] = "3"
+    keep: Annotated[str | int, option(metavar="RULES")] = "3"
     """Checkpoints that stay: a count (3), an age (12h, 2d), min:METRIC or max:METRIC, comma separated, or all."""
     must_save: bool = False
     """Fail when a checkpoint cannot be saved (default: report it and continue)."""
@@ -29,7 +29,7 @@ class SaveSpec(Spec, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Refuse rules that cannot be read."""
         super().__post_init__()
-        parse_keep(self.keep)
+        parse_keep(str(self.keep))
 
     def resolved(self) -> SaveSpec:
         """Return it with an absolute path to resume from; a path that holds no checkpoint is refused."""
