@@ -220,11 +220,16 @@ EXTRAS = {
     "torch", "numpy", "pynvml", "cloudpickle", "rich",
 }  # fmt: skip
 """What functions may import: torch, extras, and libraries that cost start-up time."""
+HEAVY = EXTRAS - {"numpy", "pynvml", "cloudpickle", "rich", "safetensors"}
 
 
 def inner_imports(modules: list[Module]) -> list[str]:
-    """Return imports inside functions, but for those of the command table, of extras and of torch."""
+    """Return imports inside functions, but for those of the command table, of extras and of torch.
+
+    Torch is imported inside a function also by a module of ours that imports it, where the importer starts without.
+    """
     found = []
+    heavy = heavy_modules(modules)
     for module in modules:
         if module.name == "shardwise.cli.main":
             continue  # the command table
@@ -232,10 +237,27 @@ def inner_imports(modules: list[Module]) -> list[str]:
         for node in module.nodes:
             if not isinstance(node, (ast.Import, ast.ImportFrom)) or id(node) in top or in_type_checking(module, node):
                 continue
-            name = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
-            if (name or "").partition(".")[0] not in EXTRAS:
+            name = (node.module if isinstance(node, ast.ImportFrom) else node.names[0].name) or ""
+            spares_torch = (
+                module.name not in heavy and ({name} | {f"{name}.{each.name}" for each in node.names}) & heavy
+            )
+            if name.partition(".")[0] not in EXTRAS and not spares_torch:
                 found.append(module.at(node))
     return found
+
+
+def heavy_modules(modules: list[Module]) -> set[str]:
+    """Return the modules whose import brings in torch or an extra, by themselves or through others of ours."""
+    edges = runtime_imports(modules)
+    heavy = set()
+    for module in modules:
+        own = {alias.name for node in module.tree.body if isinstance(node, ast.Import) for alias in node.names}
+        own |= {node.module or "" for node in module.tree.body if isinstance(node, ast.ImportFrom)}
+        if {name.partition(".")[0] for name in own} & HEAVY:
+            heavy.add(module.name)
+    while more := {name for name, imported in edges.items() if name not in heavy and imported & heavy}:
+        heavy |= more
+    return heavy
 
 
 def in_type_checking(module: Module, node: ast.AST) -> bool:

@@ -11,7 +11,8 @@ from pathlib import Path
 import msgspec
 
 from shardwise.environment import identify
-from shardwise.job import JobReference
+from shardwise.job import JobReference, load_job
+from shardwise.plans.toml import read_plan
 from shardwise.recorder.imports import be_deterministic
 from shardwise.runs import RunDirectory
 from shardwise.runs.failure import describe_failure, write_failure
@@ -45,8 +46,6 @@ def _train(spec: TrainSpec, run: RunDirectory) -> None:
     # These import torch, which has to find determinism set.
     from shardwise.checkpoint import CheckpointFolder
     from shardwise.dist import world
-    from shardwise.job import load_job
-    from shardwise.plans.toml import read_plan
     from shardwise.training.loop import train
 
     timeline.mark("import")

@@ -6,6 +6,7 @@ import click
 
 from shardwise.cli.main import WITH_UNDERSCORES, present, takes
 from shardwise.launcher.spec import LaunchSpec
+from shardwise.runner.launch import launch_script
 
 
 @click.command(
@@ -20,6 +21,4 @@ from shardwise.launcher.spec import LaunchSpec
 @takes(LaunchSpec)
 def command(spec: LaunchSpec) -> int:
     """Start SCRIPT on many processes of this machine, or of many machines, in place of torchrun."""
-    from shardwise.runner.launch import launch_script
-
     return present(launch_script(spec))

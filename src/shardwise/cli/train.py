@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from shardwise.cli.main import WITH_UNDERSCORES, present, takes
+from shardwise.runner.train import train_job
 from shardwise.runs.console import complain
 from shardwise.training.spec import TrainSpec
 
@@ -13,8 +14,6 @@ from shardwise.training.spec import TrainSpec
 @takes(TrainSpec)
 def command(spec: TrainSpec) -> int:
     """Train the Job in JOB.py, with progress, a report and a run directory."""
-    from shardwise.runner.train import train_job
-
     report = train_job(spec)
     if report.traceback and click.get_current_context().find_root().params["debug"]:
         complain(report.traceback)
