@@ -1,4 +1,10 @@
-"""Pipeline stages: every stage runs the user's own forward, with its own layers real and the others skipped."""
+"""Pipeline stages: every stage runs the user's own forward, with its own layers real and the others skipped.
+
+No model has to be rewritten as a list of stages. A stage calls the whole forward; the layers before its own are skipped
+by the gate (`stage_gate`), which hands the neighbour's output to the first own layer and leaves forward behind the last
+one by an exception. The invariant: tensors of other stages are NaN or absent, so that using one fails or is refused by
+name, and never trains on a wrong value. Schedules are torch.distributed.pipelining's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: matrices split over ranks by column and row, on plain activations.
+"""Tensor parallelism: matrices split over ranks by column and row, as in Megatron-LM, on plain activations.
 
 Every parameter becomes a DTensor on the tp mesh, split or whole, so that optimizers, clipping and FSDP2 see one kind.
 Modules compute on local tensors; activations between them are plain and communicated by the rules. Each gradient comes

@@ -49,7 +49,7 @@ def combined(prints: Sequence[int]) -> int:
 
 
 def settings_print(groups: Sequence[Mapping[str, Any]]) -> int:
-    """Return a fingerprint of the numbers and words in an optimizer's groups, such as its learning rate."""
+    """Return a fingerprint of the numbers and strings in an optimizer's groups, such as its learning rate."""
     return zlib_ng.crc32(repr([_plain_settings(group) for group in groups]).encode())
 
 

@@ -1,4 +1,4 @@
-"""Torch's flight recorder, behind one guard: what C++ issues by itself, such as the gradients of DDP."""
+"""torch's flight recorder: collectives that C++ issues by itself, such as those of DDP's gradient buckets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16
 
 
 class FlightThread:
-    """A thread that looks twice a second how far C++ is, in 5 us, and copies what is stuck into the ring.
+    """A thread that reads the counters of C++ twice a second, in 5 us, and copies what is stuck into the ring.
 
     The flight recorder is private to torch: whatever it does not understand ends the thread, and nothing else.
     """
@@ -61,7 +61,7 @@ class FlightThread:
                 self._clear_pending()
 
     def _clear_pending(self) -> None:
-        """Take back what was stuck at the last look: nobody looks again, and to end a process may take seconds."""
+        """Clear what was stuck at the last reading: there is no other, and a process may take seconds to end."""
         for number, now in self._before.items():
             self._write(number, now, (0, 0, 0, 0))
 
@@ -112,7 +112,7 @@ class FlightThread:
     def _is_worth_learning(self, status: dict[str, dict[str, int]]) -> bool:
         """Whether a group without a slot has done something, and twice as much as when it was last looked for.
 
-        A look at all entries takes 10,000 times as long as one at the counters, and some groups are none of ours.
+        Reading all entries takes 10,000 times as long as the counters, and some groups are not recorded.
         """
         found = False
         for number, facts in status.items():
@@ -136,7 +136,7 @@ class FlightThread:
         for number, now in stuck.items():
             mine = [entry for entry in entries if str(entry["pg_id"]) == number and not entry["retired"]]
             oldest = min(mine, key=lambda entry: entry["collective_seq_id"], default=None)
-            # None where all are done after all: gloo's threads end out of order, and the last to tell is counted.
+            # None where all are done after all: gloo's threads end out of order, and the last to report is counted.
             self._write(number, now, self._pending(oldest) if oldest is not None else (0, 0, 0, 0))
             self._reported[number] = now[1]
 

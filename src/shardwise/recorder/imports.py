@@ -37,7 +37,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find one of the modules by everybody else, and have its loader tell us."""
+        """Find one of the modules by everybody else, and have its loader call back."""
         action = self._waiting.pop(fullname, None)
         if action is None:
             return None
@@ -73,7 +73,7 @@ class _Loader(importlib.abc.Loader):
         return getattr(self._real, name)
 
 
-# What a launcher asks of a rank beside its record, told by variables that the rank takes away at once.
+# What a launcher asks of a rank beside its record, set by variables that the rank removes at once.
 
 
 _DETERMINISTIC = "SHARDWISE_DETERMINISTIC"
@@ -89,18 +89,18 @@ class Asked:
     """Optimizer steps between fingerprints of what DDP keeps equal; 0 takes none."""
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that tell a rank so."""
-        told = {_DETERMINISTIC: "1" if self.deterministic else "", _CHECK_REPLICAS: str(self.check_replicas or "")}
-        return {name: value for name, value in told.items() if value}
+        """Return the variables that set this for a rank."""
+        values = {_DETERMINISTIC: "1" if self.deterministic else "", _CHECK_REPLICAS: str(self.check_replicas or "")}
+        return {name: value for name, value in values.items() if value}
 
 
 def take_asked() -> Asked:
     """Return what this process was asked for; its own children are not."""
     environ = variables("")
-    told = {name: environ.pop(name) for name in (_DETERMINISTIC, _CHECK_REPLICAS) if name in environ}
-    if told:
+    found = {name: environ.pop(name) for name in (_DETERMINISTIC, _CHECK_REPLICAS) if name in environ}
+    if found:
         adopt(environ)
-    return Asked(deterministic=_DETERMINISTIC in told, check_replicas=int(told.get(_CHECK_REPLICAS) or 0))
+    return Asked(deterministic=_DETERMINISTIC in found, check_replicas=int(found.get(_CHECK_REPLICAS) or 0))
 
 
 # Determinism: two runs of one program come to the same bits, or the operation that cannot is refused by name.
@@ -111,7 +111,7 @@ _VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     # NCCL chooses anew by size and topology, and switches that sum do so in the order of arrival; a ring has one order.
     "NCCL_ALGO": "Ring",
-    # The order in which sets of words are gone through; read when an interpreter starts.
+    # The iteration order of sets of strings; read when an interpreter starts.
     "PYTHONHASHSEED": "0",
 }
 

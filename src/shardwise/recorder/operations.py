@@ -96,7 +96,7 @@ def key_maker(method: str) -> Callable[[tuple[Any, ...], dict[str, Any], Mapping
 
 
 def message_key(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what tells two messages apart: shapes, dtypes, peer and tag."""
+    """Return what distinguishes two messages: shapes, dtypes, peer and tag."""
     return method, *(_shapes(value) for value in args), *(_shapes(value) for value in kwargs.values())
 
 
@@ -111,7 +111,7 @@ def _shapes(value: Any) -> Any:
 
 
 def describe_collective(key: tuple[Any, ...]) -> Operation:
-    """Put a key into words; slow, for the first call of its kind."""
+    """Describe a key as text; slow, for the first call of its kind."""
     method, tensors, dtype, code, root = key
     if dtype is not None:
         tensors = (((tensors, dtype),),)
@@ -136,7 +136,7 @@ def describe_collective(key: tuple[Any, ...]) -> Operation:
 
 
 def describe_message(method: str, tensors: Any, me: int, peer: int, tag: int) -> Operation:
-    """Put a send or a receive into words; `me` and `peer` are ranks of the world, `peer` -1 if anybody may send."""
+    """Describe a send or a receive as text; `me` and `peer` are ranks of the world, `peer` -1 if anybody may send."""
     name = OPERATIONS[method]
     shapes = _flat(_shapes(tensors))
     sender, receiver = (me, peer) if name == "send" else (peer, me)

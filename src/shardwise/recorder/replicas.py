@@ -28,7 +28,7 @@ _OPTIMIZER = "torch.optim.optimizer"
 def record_replicas(path: Path, every: int) -> None:
     """Append fingerprints to `path` at the first and every so many optimizer steps; no communication.
 
-    Events `tensors` (names and groups of ranks) and `check` of each optimizer, for who looks on.
+    Events `tensors` (names and groups of ranks) and `check` of each optimizer, which the launcher compares.
     """
     watch = _OptimizerWatch(path, every)
     when_imported({_DDP: watch.attach_to_ddp, _OPTIMIZER: watch.attach_to_optimizers})
@@ -67,12 +67,12 @@ class _OptimizerWatch:
         step = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if step > 1 and step % self._every:
             return
-        held = self._held(optimizer)
-        if held:
+        replicated = self._replicated(optimizer)
+        if replicated:
             from shardwise.recorder.fingerprint import combined, fingerprints, settings_print
 
-            values = fingerprints([parameter.detach() for _, parameter in held])
-            gradients = [parameter.grad for _, parameter in held if parameter.grad is not None]
+            values = fingerprints([parameter.detach() for _, parameter in replicated])
+            gradients = [parameter.grad for _, parameter in replicated if parameter.grad is not None]
             self._before[id(optimizer)] = {
                 "before": values if step == 1 else combined(values),
                 "gradients": combined(fingerprints(gradients)),
@@ -85,18 +85,18 @@ class _OptimizerWatch:
             return
         from shardwise.recorder.fingerprint import fingerprints
 
-        held = self._held(optimizer)
+        replicated = self._replicated(optimizer)
         log = self._log = self._log or EventLog(self._path)
         if optimizer not in self._numbers:
             number = self._numbers[optimizer] = len(self._numbers)
-            groups = list(dict.fromkeys(ranks for (_, ranks), _ in held))
-            tensors = [(name, groups.index(ranks)) for (name, ranks), _ in held]
+            groups = list(dict.fromkeys(ranks for (_, ranks), _ in replicated))
+            tensors = [(name, groups.index(ranks)) for (name, ranks), _ in replicated]
             log.write("tensors", optimizer=number, tensors=tensors, groups=groups)
-        after = fingerprints([parameter.detach() for _, parameter in held])
+        after = fingerprints([parameter.detach() for _, parameter in replicated])
         log.write("check", optimizer=self._numbers[optimizer], step=self._steps[optimizer], after=after, **before)
 
-    def _held(self, optimizer: Optimizer) -> list[tuple[tuple[str, tuple[int, ...]], nn.Parameter]]:
-        """Return what of an optimizer's parameters DDP keeps equal, with its name and the ranks that hold it."""
+    def _replicated(self, optimizer: Optimizer) -> list[tuple[tuple[str, tuple[int, ...]], nn.Parameter]]:
+        """Return what of an optimizer's parameters DDP keeps equal, with its name and the ranks that have it."""
         from torch.distributed import get_process_group_ranks
 
         known: dict[int, tuple[str, tuple[int, ...]]] = {}
@@ -135,7 +135,7 @@ def record_separate_steps(ring: CallRing, world_size: int) -> None:
         if torch.compiler.is_compiling() or steps == ENOUGH_SEPARATE_STEPS:
             return
         if _communicates():
-            steps = ENOUGH_SEPARATE_STEPS  # nothing more to look for
+            steps = ENOUGH_SEPARATE_STEPS  # nothing more to count
             ring.set_separate_steps(0)
         else:
             steps += 1

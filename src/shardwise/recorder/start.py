@@ -32,7 +32,7 @@ STACKS_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else 0
 
 
 def start_record(run: RunDirectory, rank: int, world_size: int) -> None:
-    """Begin to record this rank in `run`. Where files cannot be mapped or the disk is full, it goes on without.
+    """Begin to record this rank in `run`. Where files cannot be mapped or the disk is full, it continues without.
 
     Sees to what else the launcher asked of it.
     """
@@ -68,7 +68,7 @@ def _record(ring: CallRing, world_size: int) -> None:
 
 
 def _register_stacks(run: RunDirectory, rank: int) -> int:
-    """Have STACKS_SIGNAL append all stacks to a file, also while C code holds the interpreter; returns its number.
+    """Have STACKS_SIGNAL append all stacks to a file, also while C code has the interpreter's lock; returns its number.
 
     A fatal signal, such as the SIGABRT of gloo, does the same, unless somebody has asked faulthandler for it before.
     """

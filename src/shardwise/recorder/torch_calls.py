@@ -1,4 +1,9 @@
-"""Recording what goes through torch's process groups and data loaders: their methods, wrapped once, in one place."""
+"""Recording what goes through torch's process groups and data loaders: their methods, wrapped once, in one place.
+
+A hang is diagnosed from outside, while the rank cannot run Python any more. So each call writes a few numbers (group,
+operation, source line, sequence) into a ring of mapped memory before it is issued and after it is done. The invariants:
+the user's call runs whatever happens to its record, and a call that failed is never marked as done.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +44,7 @@ if TYPE_CHECKING:
 
 
 _MOST_OPEN = 4096
-"""Handles of asynchronous calls that are remembered; who never waits for his loses the oldest."""
+"""Handles of asynchronous calls that are remembered; beyond these the oldest are dropped."""
 _MOST_KINDS = 1 << 14
 _NOTHING: Mapping[str, Any] = {}
 
@@ -60,11 +65,11 @@ def record_collectives(ring: CallRing, world_size: int) -> CollectiveRecorder:
         flights.start()
 
     on_backend_registered(registered)
-    _wrap_meetings(recorder, world_size)
+    _wrap_group_creation(recorder, world_size)
     return recorder
 
 
-def _wrap_meetings(recorder: CollectiveRecorder, world_size: int) -> None:
+def _wrap_group_creation(recorder: CollectiveRecorder, world_size: int) -> None:
     """Record who waits for the others while a group is made."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
@@ -73,7 +78,7 @@ def _wrap_meetings(recorder: CollectiveRecorder, world_size: int) -> None:
     counts = itertools.count(1)
     for name in ("init_process_group", "new_group"):
         real = getattr(distributed_c10d, name)
-        wrapped = recorder.wrap_meeting(real, group, counts)
+        wrapped = recorder.wrap_creation(real, group, counts)
         setattr(distributed_c10d, name, wrapped)
         if hasattr(dist, name):
             setattr(dist, name, wrapped)
@@ -143,7 +148,7 @@ class CollectiveRecorder:
                 sequence = next(state.counts[channel])
                 packed = state.place | what | find(caller)
                 number = ring.issue(sequence, packed if graph_task() < 0 else packed | BACKWARD_BIT)
-            except Exception:  # noqa: BLE001 - a record of what we do not understand must not stand in its way
+            except Exception:  # noqa: BLE001 - a call that cannot be described must run all the same
                 return real(group, *args, **kwargs)
             try:
                 work = real(group, *args, **kwargs)
@@ -164,7 +169,7 @@ class CollectiveRecorder:
         return recorded
 
     def wrap_wait(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `Work.wait` with a record of when somebody waits for a recorded call, and when it is done."""
+        """Return `Work.wait` with a record of when a recorded call is waited for, and when it is done."""
         ring, open_ = self.ring, self._open
 
         @functools.wraps(real)
@@ -174,23 +179,23 @@ class CollectiveRecorder:
                 return real(work, *args, **kwargs)
             ring.wait(number)
             done = real(work, *args, **kwargs)
-            ring.leave(number)  # one that failed is never left: it is where its rank came to grief
+            ring.leave(number)  # one that failed is never left: it is where its rank stopped
             return done
 
         return wait
 
-    def wrap_meeting(self, real: Callable[..., Any], group: int, counts: Iterator[int]) -> Callable[..., Any]:
+    def wrap_creation(self, real: Callable[..., Any], group: int, counts: Iterator[int]) -> Callable[..., Any]:
         """Return a function that makes a group, with a record of each call."""
         what = pack(group, self.ring.intern(Operation(real.__name__, "", "", "")), 0)
 
         @functools.wraps(real)
-        def meet(*args: Any, **kwargs: Any) -> Any:
+        def create(*args: Any, **kwargs: Any) -> Any:
             number = self.ring.issue(next(counts), what | self.sites.find(sys._getframe(1)))  # noqa: SLF001
             made = real(*args, **kwargs)
             self.ring.leave(number)
             return made
 
-        return meet
+        return create
 
     def note(self, group: Any, operation: Operation, site: int) -> None:
         """Record a call of which only the issue is seen here."""
@@ -234,7 +239,7 @@ class CollectiveRecorder:
     def _message(
         self, state: _GroupState, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[int, str]:
-        """Return the place and the channel of a send or a receive, as `(tensors, peer in the group, tag)` say."""
+        """Return the table index and the channel of a send or a receive, from `(tensors, peer in the group, tag)`."""
         key = (state.place, *message_key(method, args, kwargs))
         known = self._messages.get(key)
         if known is None:
