@@ -38,7 +38,7 @@ def command() -> None:
 
 def bench_device(asked: str | None, backend: str | None, nproc: int) -> tuple[LocalDevice, str]:
     """Return what settling must know of the device, and the device that ranks open: gloo's may share one GPU."""
-    from shardwise.planner.job_plan import local_device
+    from shardwise.planner.settle import local_device
 
     shares = backend == "gloo"
     where = local_device(asked, 1 if shares else nproc)

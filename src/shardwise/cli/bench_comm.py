@@ -149,7 +149,7 @@ def _check_start(spec: CommSpec, nproc: int | None) -> int | None:
     from shardwise.bench.ranks import require_backend
     from shardwise.hardware import probe_gpus
     from shardwise.hardware.probe import available_memory
-    from shardwise.planner.job_plan import local_device
+    from shardwise.planner.settle import local_device
 
     if identify().world_size > 1:
         return nproc

@@ -70,8 +70,7 @@ def command(
 ) -> int:
     """Measure a step of the Job in JOB.py with, without, and of communication alone, under settings of a plan."""
     from shardwise.bench.overlap import Effort, advise, advised_plan, check_plan, measure_overlap
-    from shardwise.planner.job_plan import split_settings
-    from shardwise.planner.settle import settle
+    from shardwise.planner.settle import settle, split_settings
 
     _check_files(out, report)
     reference, overrides = split_settings(job, settings)

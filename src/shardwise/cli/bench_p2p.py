@@ -82,7 +82,7 @@ def command(
 def _check_ranks(nproc: int | None, device: str | None, backend: str | None) -> None:
     """Refuse what ranks could not do, before any is started."""
     from shardwise.hardware import probe_gpus
-    from shardwise.planner.job_plan import local_device
+    from shardwise.planner.settle import local_device
 
     size = identify().world_size
     if max(nproc or 1, size) < 2:

@@ -115,7 +115,7 @@ def _measure_job(script: str, options: dict[str, Any]) -> tuple[list[ScalingCurv
     """Return the curves of a job, whether it ran on the CPU, and a title."""
     from shardwise.bench.scaling import MODES, ScalingCase, measure_job, plan_for
     from shardwise.parallel.support import require_supported
-    from shardwise.planner.job_plan import split_settings
+    from shardwise.planner.settle import split_settings
 
     ranks = _read_ranks(options)
     reference, overrides = split_settings(script, options["settings"])

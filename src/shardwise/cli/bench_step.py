@@ -64,8 +64,7 @@ def command(
 
     Starts its own ranks; under srun, torchrun or shardwise launch it is one of theirs.
     """
-    from shardwise.planner.job_plan import local_device, split_settings
-    from shardwise.planner.settle import settle
+    from shardwise.planner.settle import local_device, settle, split_settings
 
     me = identify()
     _check(me, nproc=nproc, fake_world=fake_world, rank=rank)

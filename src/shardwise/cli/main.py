@@ -185,7 +185,7 @@ def _unknown_option(error: click.NoSuchOption) -> str:
     for parameter in error.ctx.command.params:
         options += [option for option in parameter.opts if option.startswith("--")]
     if "--set" in options:
-        from shardwise.planner.job_plan import keys_ending_in, set_keys
+        from shardwise.planner.settle import keys_ending_in, set_keys
 
         found = keys_ending_in(name.strip("-").replace("-", "_"), set_keys())
         if found:

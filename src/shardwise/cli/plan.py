@@ -106,9 +106,7 @@ def _write_plan_file(path: str, to_deepspeed: Path | None) -> int:
     """Write a plan file as DeepSpeed's JSON."""
     if to_deepspeed is None:
         raise InputError(
-            f"{path} is a plan already",
-            code="plan.already-a-plan",
-            fix="give --to-deepspeed, or name a model or a job",
+            f"{path} is a plan already", code="plan.already-a-plan", fix="give --to-deepspeed, or name a model or a job"
         )
     from shardwise.engines.deepspeed.config import write_config
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Origin = Literal["measured", "catalogue"]
 
 _ALIGNED = 16
-"""Bytes that a GPU's quick matrix kernels read at once."""
+"""Bytes that a GPU's fast matrix kernels read at once."""
 _NEIGHBOURS = 4
 """Measured points that speak for a shape between them."""
 
@@ -129,7 +129,7 @@ class Calibration:
     """Bytes per second of a pinned copy, each device."""
     from_host: Figure
     context_bytes: Figure
-    """Device memory that context and libraries hold outside the allocator."""
+    """Device memory that context and libraries use outside the allocator."""
     matmuls: tuple[MatmulPoint, ...] = ()
     attentions: tuple[AttentionPoint, ...] = ()
     collectives: tuple[CollectivePoints, ...] = ()
@@ -174,7 +174,7 @@ class Calibration:
 
 
 def default_calibration(node: NodeType) -> Calibration:
-    """Return what the catalogue says of a node's devices, before anything was measured."""
+    """Return the catalogue's figures of a node's devices, before anything was measured."""
     device, gpu = node.device, node.device.kind != "cpu"
     doubt = 0.35 if device.assumed else 0.2
     # One H200: an elementwise copy reaches 4.2 of 4.8 TB/s, a pinned copy 55 of 63 GB/s.
@@ -240,7 +240,7 @@ def _corrected(base: float, near: list[tuple[float, float]], doubt: float) -> Fi
 
 
 def calibration_for(node: NodeType, folder: Path | None = None) -> Calibration:
-    """Return what was measured for a node's device on this machine, else what the catalogue says."""
+    """Return what was measured for a node's device on this machine, else the catalogue's figures."""
     return read_calibration(node.device, folder) or default_calibration(node)
 
 

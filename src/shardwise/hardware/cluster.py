@@ -174,7 +174,7 @@ _CATALOGUE_FORMS: dict[str, _Form] = {
     "capability": ("a list of whole numbers", lambda given: _is_list(given, int)),
     "kind": ('"cuda", "rocm" or "cpu"', lambda given: given in ("cuda", "rocm", "cpu")),
 }
-"""What a key takes, in words, and whether a value is that; others take text."""
+"""What a key requires, and whether a value meets that; others take text."""
 _SAME_SIZE = 0.05
 """Drivers reserve different amounts, so a device is known by its memory to this fraction."""
 
@@ -198,7 +198,7 @@ class Catalogue:
         return names[_plain(name)]
 
     def node_of(self, device: Device) -> NodeType:
-        """Return the node that a device usually stands in."""
+        """Return the usual node of a device."""
         if device.node not in self.nodes:
             fact = f"device {device.name} names the node {device.node!r}, which is not listed"
             raise HardwareError(fact, code="hardware.catalogue-unknown-reference", fix=nearest(device.node, self.nodes))
@@ -302,10 +302,10 @@ def _build(section: str, name: str, file: Path, table: dict[str, Any], built: di
 
 def _value(where: str, key: str, given: Any) -> Any:
     """Check one value by the form of its key and bring it to plain units."""
-    words, fits = _CATALOGUE_FORMS.get(key, _TEXT)
+    requirement, fits = _CATALOGUE_FORMS.get(key, _TEXT)
     if not fits(given):
         raise HardwareError(
-            f"{where}.{key} is {given!r}", code="hardware.catalogue-value-invalid", fix=f"write {words}"
+            f"{where}.{key} is {given!r}", code="hardware.catalogue-value-invalid", fix=f"write {requirement}"
         )
     field, unit = _UNITS.get(key, (key, 1))
     if isinstance(given, dict):

@@ -29,9 +29,9 @@ class Device:
     flops: Mapping[str, float]
     """dtype -> dense peak FLOP/s; absent where the chip has no units for it."""
     matmul: Mapping[str, float] = field(default_factory=dict)
-    """dtype -> FLOP/s that large matrix products reach, where somebody measured it."""
+    """dtype -> FLOP/s that large matrix products reach, where it was measured."""
     node: str = ""
-    """Name of the node it usually stands in."""
+    """Name of its usual node."""
     capability: tuple[int, ...] = ()
     """CUDA compute capability, empty elsewhere."""
     aliases: tuple[str, ...] = ()
@@ -168,7 +168,7 @@ class Cluster:
             raise HardwareError(
                 f"{size} {self.device.name} leave a node of {full} partly empty",
                 code="hardware.cluster-partial-node",
-                fix=f"use {down} or {up}, or say the shape as NODESxDEVICESx{self.device.name}",
+                fix=f"use {down} or {up}, or give the shape as NODESxDEVICESx{self.device.name}",
             )
 
     @property

@@ -25,7 +25,7 @@ class Gpu:
     """One GPU as the driver describes it."""
 
     index: int
-    """Its place in NVML's order, which is that of the PCI bus, whatever CUDA_VISIBLE_DEVICES says."""
+    """Its index in NVML, which is that of the PCI bus, whatever CUDA_VISIBLE_DEVICES is."""
     name: str
     memory_bytes: int
     compute_capability: tuple[int, int]
@@ -71,7 +71,7 @@ def select_visible(uuids: tuple[str, ...], visible: tuple[str, ...] | None) -> t
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may keep busy: affinity, cut to the cgroup's quota; at least 1."""
+    """Return how many cores this process may keep busy: affinity, limited by the cgroup's quota; at least 1."""
     # macOS has no affinity.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     membership = _MEMBERSHIP.read_text() if _MEMBERSHIP.exists() else ""
@@ -94,7 +94,7 @@ def _cgroup_folders(root: Path, membership: str) -> Iterator[Path]:
         if controllers and "cpu" not in controllers.split(","):
             continue
         top = root / controllers if controllers else root
-        # A container sees its own group as the root, yet may be told the host's path: folders that
+        # A container sees its own group as the root, yet may be given the host's path: folders that
         # are not there are passed over.
         here = top / path.lstrip("/")
         yield here
@@ -104,9 +104,9 @@ def _cgroup_folders(root: Path, membership: str) -> Iterator[Path]:
 
 
 def _quotas(folder: Path) -> Iterator[float]:
-    words = _read(folder / "cpu.max").split()
-    if len(words) == 2 and words[0] != "max":
-        yield int(words[0]) / int(words[1])
+    fields = _read(folder / "cpu.max").split()
+    if len(fields) == 2 and fields[0] != "max":
+        yield int(fields[0]) / int(fields[1])
     quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
     if quota and period and int(quota) > 0:
         yield int(quota) / int(period)
@@ -143,17 +143,17 @@ def available_memory(root: Path = Path("/sys/fs/cgroup")) -> int:
         _, controllers, path = line.split(":", 2)
         for base in (root, root / "memory"):
             if controllers in {"", "memory"}:
-                free += [room for folder in _upward(base, path) for room in _room(folder)]
+                free += [room for folder in _upward(base, path) for room in _available(folder)]
     return min(free, default=1 << 62)
 
 
 def _upward(base: Path, path: str) -> list[Path]:
-    """Return the folder of a group and of all above it, whose limits hold too."""
+    """Return the folder of a group and of all above it, whose limits apply too."""
     folder = base / path.lstrip("/")
     return [folder, *(parent for parent in folder.parents if parent.is_relative_to(base))]
 
 
-def _room(folder: Path) -> list[int]:
+def _available(folder: Path) -> list[int]:
     """Return what is left below the limit in one folder, if it has one."""
     pairs = [(_read_limit(folder / limit).strip(), _read_limit(folder / used).strip()) for limit, used in _PAIRS]
     return [int(limit) - int(used) for limit, used in pairs if limit.isdigit() and used.isdigit()]

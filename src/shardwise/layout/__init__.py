@@ -1,4 +1,4 @@
-"""How a world of ranks is cut along named axes: pure arithmetic, no torch."""
+"""How a world of ranks is partitioned along named axes: pure arithmetic, no torch."""
 
 from shardwise.layout.layout import AXES, Coordinate, Layout, parse_layout
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, fields, replace
 from shardwise.errors import LayoutError, nearest
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")
-"""Outermost first: neighbours along tp hold neighbouring ranks, so that they share the fastest link."""
+"""Outermost first: neighbours along tp are neighbouring ranks, so that they share the fastest link."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinate:
-    """Where one rank stands on each axis."""
+    """The index of one rank on each axis."""
 
     pp: int = 0
     replicate: int = 0
@@ -25,14 +25,14 @@ class Coordinate:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How one world of ranks is cut along each axis."""
+    """How one world of ranks is partitioned along each axis."""
 
     pp: int = 1
     """Pipeline stages. 1 means no pipeline."""
     replicate: int = 1
     """Copies of the (possibly sharded) model, each on other samples."""
     shard: int = 1
-    """Ranks over which parameters, gradients or optimizer states are cut, each on other samples."""
+    """Ranks over which parameters, gradients or optimizer states are sharded, each on other samples."""
     cp: int = 1
     """Ranks that share one sequence."""
     tp: int = 1
@@ -65,11 +65,11 @@ class Layout:
 
     @property
     def folded(self) -> Layout:
-        """How parameters, gradients and optimizer states are held: cp peers, the inner neighbours, count as shards."""
+        """The layout of parameters, gradients and optimizer states: cp peers, the inner neighbours, count as shards."""
         return replace(self, shard=self.shard * self.cp, cp=1)
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Return where `rank` stands."""
+        """Return the coordinate of `rank`."""
         if not 0 <= rank < self.world_size:
             raise LayoutError(
                 f"rank {rank} is outside layout {self}",
@@ -82,14 +82,14 @@ class Layout:
         return Coordinate(**places)
 
     def rank(self, coordinate: Coordinate) -> int:
-        """Return the rank that stands at `coordinate`."""
+        """Return the rank at `coordinate`."""
         rank = 0
         for axis, degree in zip(AXES, self.degrees, strict=True):
             rank = rank * degree + getattr(coordinate, axis)
         return rank
 
     def data_index(self, rank: int) -> int:
-        """Return which of the `dp` readers of samples `rank` is; tp, pp and cp peers share one."""
+        """Return the data-parallel rank of `rank`; tp, pp and cp peers share one."""
         place = self.coordinate(rank)
         return place.replicate * self.shard + place.shard
 
@@ -97,11 +97,11 @@ class Layout:
         """Return which of the `dp` x `cp` streams of random numbers `rank` draws from: one for each slice of tokens."""
         return self.data_index(rank) * self.cp + self.coordinate(rank).cp
 
-    def tells_loss(self, rank: int) -> bool:
-        """Whether what `rank` knows of its reader's loss counts: tp peers know the same, so the first tells.
+    def reports_loss(self, rank: int) -> bool:
+        """Whether the loss of `rank` counts: tp peers compute the same one, so the first reports it.
 
-        All cp peers tell: each knows the loss of its own tokens. Of the stages of a pipeline all may tell, too: only
-        the last knows anything.
+        All cp peers report: each has the loss of its own tokens. Of the stages of a pipeline all may report, too: only
+        the last has a loss.
         """
         return self.coordinate(rank).tp == 0
 

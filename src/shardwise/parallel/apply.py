@@ -121,7 +121,7 @@ def compile_blocks(module: nn.Module, plan: Plan, context: MeshContext, _: MetaM
 
 def materialize(module: nn.Module, plan: Plan, context: MeshContext, meta_model: MetaModel) -> nn.Module:
     """Materialize parameters and shard them unit by unit: no rank ever has more than one unit whole."""
-    mesh = context.axis(*plan.reader_axes) if plan.zero >= 2 else None
+    mesh = context.axis(*plan.dp_axes) if plan.zero >= 2 else None
     check_sharded(module, plan)
     submodules = dict(module.named_modules())
     for unit in meta_model.units:

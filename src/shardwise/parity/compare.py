@@ -105,7 +105,7 @@ def compare(record: Record, expected: Record, limits: Limits) -> Comparison:
 
 def losses_of(traced: Sequence[Traced], layout: Layout) -> list[float]:
     """Return the mean loss of every step, from the ranks that report it."""
-    shares = [each.losses for each in traced if layout.tells_loss(each.rank)]
+    shares = [each.losses for each in traced if layout.reports_loss(each.rank)]
     return [sum(step) for step in zip(*shares, strict=True)]
 
 

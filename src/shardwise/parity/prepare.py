@@ -14,7 +14,7 @@ from shardwise.engines.engine import engine_named
 from shardwise.errors import InputError, JobError
 from shardwise.job import Job, JobReference, load_job
 from shardwise.models import Decoder
-from shardwise.planner.job_plan import split_settings
+from shardwise.planner.settle import split_settings
 from shardwise.torch_private.modules import DropoutBase
 
 if TYPE_CHECKING:

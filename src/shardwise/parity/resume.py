@@ -216,7 +216,7 @@ class Segment:
         return [self._step(seen) for seen in zip(*self.ranks, strict=False)]
 
     def _step(self, seen: Sequence[SeenSamples]) -> SegmentStep:
-        reporting = [each for rank, each in enumerate(seen) if self.layout.tells_loss(rank)]
+        reporting = [each for rank, each in enumerate(seen) if self.layout.reports_loss(rank)]
         return SegmentStep(
             step=seen[0].step,
             loss=sum(math.nan if each.loss is None else each.loss for each in reporting),

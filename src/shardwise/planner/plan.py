@@ -15,7 +15,7 @@ import msgspec
 
 from shardwise.errors import InputError
 from shardwise.hardware.cluster import parse_cluster
-from shardwise.planner.cost.time import TimeModel, timeline
+from shardwise.planner.cost.time import timeline
 from shardwise.planner.search.deepspeed import choose_form, deepspeed_forms
 from shardwise.planner.search.explain import capacity_text, reason, smallest_cluster
 from shardwise.planner.search.report import answer_data, answer_text, draw
@@ -48,7 +48,7 @@ class PlanSpec(Spec, frozen=True, kw_only=True):
     precision: Literal["bf16", "fp16", "fp32", "fp64"] | None = None
     """Compute in this."""
     engine: Literal["torch", "deepspeed"] = "torch"
-    """deepspeed: beside the plans of torch, which of its stages and offloads to take."""
+    """deepspeed: its ZeRO stages and offloads as well, and which of them to take."""
     lora: Annotated[PositiveInt | None, option("--lora", metavar="RANK")] = None
     """Fine-tune a published model by adapters."""
     catalogue: Path | None = None
@@ -112,8 +112,7 @@ class PlanReport(Report, frozen=True, kw_only=True):
     def to_svg(self) -> str:
         """Return memory by part of each family, and the timeline of a step of the best plan, as a picture."""
         question, best = self.answer.question, self.answer.best
-        times = TimeModel(question.cluster, question.calibration, optimizer=question.optimizer)
-        spans = timeline(times, question.model.for_plan(best.plan), best.plan) if best else []
+        spans = timeline(question.time_model(), question.model.for_plan(best.plan), best.plan) if best else []
         title = f"{question.model.plain.name} on {question.cluster.num_devices} x {question.cluster.device.name}"
         return draw(self.answer, spans, title=title)
 

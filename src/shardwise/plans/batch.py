@@ -1,4 +1,4 @@
-"""Batch algebra: global batch = micro-batch x accumulation x readers, or a refusal with the nearest possible."""
+"""Batch algebra: global batch = micro-batch x accumulation x dp, or a refusal with the nearest possible."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """How the samples of one optimizer step are cut for each reader."""
+    """How the samples of one optimizer step are split for each data-parallel rank."""
 
     micro_batch: int
     accumulation: int
@@ -22,7 +22,7 @@ class BatchSplit:
 def split_batch(
     batch_size: int, *, dp: int, accumulation: int | None = None, micro_batch: int | None = None
 ) -> BatchSplit:
-    """Cut a global batch for `dp` readers; give accumulation, micro-batch, both (then checked) or neither."""
+    """Split a global batch over `dp` ranks; give accumulation, micro-batch, both (then checked) or neither."""
     if batch_size < dp:
         raise PlanError(
             f"batch_size {batch_size} is smaller than the {dp} ranks that read samples",
@@ -32,13 +32,15 @@ def split_batch(
     if micro_batch is None:
         accumulation = accumulation or 1
         return BatchSplit(
-            _divide(batch_size, dp * accumulation, f"{dp} readers x accumulation {accumulation}"),
+            _divide(batch_size, dp * accumulation, f"{dp} data-parallel ranks x accumulation {accumulation}"),
             accumulation,
         )
-    split = BatchSplit(micro_batch, _divide(batch_size, dp * micro_batch, f"{dp} readers x micro_batch {micro_batch}"))
+    split = BatchSplit(
+        micro_batch, _divide(batch_size, dp * micro_batch, f"{dp} data-parallel ranks x micro_batch {micro_batch}")
+    )
     if accumulation not in {None, split.accumulation}:
         raise PlanError(
-            f"micro_batch {micro_batch} x accumulation {accumulation} x {dp} readers is not batch_size {batch_size}",
+            f"micro_batch {micro_batch} x accumulation {accumulation} x dp {dp} is not batch_size {batch_size}",
             code="plan.batch-split-mismatch",
             fix=f"set accumulation={split.accumulation}, or leave it out",
         )
@@ -57,21 +59,21 @@ def fill_pipeline(batch_size: int | None, layout: Layout) -> int:
 
 
 def refit_batch(batch_size: int, *, dp: int, largest_micro_batch: int) -> BatchSplit:
-    """Keep the global batch on another number of readers; the micro-batch may shrink, never grow."""
-    per_reader = _divide(batch_size, dp, f"{dp} readers")
-    for micro_batch in range(min(largest_micro_batch, per_reader), 0, -1):
-        if per_reader % micro_batch == 0:
-            return BatchSplit(micro_batch, per_reader // micro_batch)
+    """Keep the global batch on another number of data-parallel ranks; the micro-batch may shrink, never grow."""
+    per_rank = _divide(batch_size, dp, f"{dp} data-parallel ranks")
+    for micro_batch in range(min(largest_micro_batch, per_rank), 0, -1):
+        if per_rank % micro_batch == 0:
+            return BatchSplit(micro_batch, per_rank // micro_batch)
     raise AssertionError("1 divides everything")
 
 
-def _divide(batch_size: int, parts: int, words: str) -> int:
+def _divide(batch_size: int, parts: int, divisor: str) -> int:
     share, rest = divmod(batch_size, parts)
     if rest or share == 0:
         below, above = share * parts, (share + 1) * parts
         choices = f"{below} or {above}" if below else f"{above}"
         raise PlanError(
-            f"batch_size {batch_size} does not divide by {words}",
+            f"batch_size {batch_size} does not divide by {divisor}",
             code="plan.batch-not-divisible",
             fix=f"set batch_size to {choices}",
         )

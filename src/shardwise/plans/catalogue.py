@@ -167,23 +167,10 @@ T5_SIZES: dict[str, dict[str, Any]] = {
 """Raffel et al. 2020; as many decoder layers as encoder layers."""
 
 BYT5_SIZES: dict[str, dict[str, Any]] = {
-    "byt5-tiny": {
-        "d_model": 64,
-        "d_kv": 16,
-        "d_ff": 128,
-        "num_layers": 3,
-        "num_decoder_layers": 1,
-        "num_heads": 4,
-    },
+    "byt5-tiny": {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_decoder_layers": 1, "num_heads": 4},
     "byt5-small": {"d_model": 1472, "d_ff": 3584, "num_layers": 12, "num_decoder_layers": 4, "num_heads": 6},
     "byt5-base": {"d_model": 1536, "d_ff": 3968, "num_layers": 18, "num_decoder_layers": 6, "num_heads": 12},
-    "byt5-large": {
-        "d_model": 1536,
-        "d_ff": 3840,
-        "num_layers": 36,
-        "num_decoder_layers": 12,
-        "num_heads": 16,
-    },
+    "byt5-large": {"d_model": 1536, "d_ff": 3840, "num_layers": 36, "num_decoder_layers": 12, "num_heads": 16},
     "byt5-xl": {"d_model": 2560, "d_ff": 6720, "num_layers": 36, "num_decoder_layers": 12, "num_heads": 32},
     "byt5-xxl": {"d_model": 4672, "d_ff": 12_352, "num_layers": 36, "num_decoder_layers": 12, "num_heads": 64},
 }

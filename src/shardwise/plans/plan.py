@@ -15,7 +15,7 @@ from shardwise.layout import AXES, Layout, parse_layout
 from shardwise.plans.batch import fill_pipeline, refit_batch, split_batch
 from shardwise.plans.pipeline import ScheduleName  # noqa: TC001 - read at run time by check_types
 
-# Named plans as pure arithmetic: which degrees, and what the shard axis cuts.
+# Named plans as pure arithmetic: which degrees, and what the shard axis shards.
 
 
 Zero = Literal[0, 1, 2, 3]
@@ -82,7 +82,7 @@ Place = Literal["none", "cpu", "nvme"]
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Which dtype holds or computes what."""
+    """The dtypes of parameters, compute, reductions and optimizer states."""
 
     parameter: DType = "fp32"
     compute: DType = "fp32"
@@ -114,7 +114,7 @@ class Communication:
     """How gradients and weights travel; docs/ddp.md has the table of DDP's own arguments."""
 
     bucket_mb: float = 25.0
-    """Gradients are summed in buckets of this size while backward goes on."""
+    """Gradients are reduced in buckets of this size during backward."""
     compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
     find_unused_parameters: bool = False
     static_graph: bool = False
@@ -124,7 +124,7 @@ class Communication:
     prefetch: int = 1
     """Sharded blocks gathered ahead of use."""
     sync_every: int = 1
-    """Optimizer steps that replicas train on their own before they meet; 1 sums gradients in every step."""
+    """Optimizer steps of replicas on their own between two syncs; 1 reduces gradients in every step."""
     outer_lr: float = 0.5
     """How far the common weights move along the mean of the replicas' moves; matters when sync_every > 1."""
     outer_momentum: float = 0.3
@@ -152,28 +152,28 @@ class Pipeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How to train a Job on a Layout. Holds no "auto": every value is settled and can say where it came from."""
+    """How to train a Job on a Layout. Contains no "auto": every value is settled, with its origin in `sources`."""
 
     version: int = VERSION
     layout: Layout = field(default_factory=Layout)
     zero: Literal[0, 1, 2, 3] = 0
-    """What the shard axis cuts: optimizer (1), gradients (2), parameters (3); 0 exactly when shard = 1 (cp: any)."""
+    """What is sharded: optimizer states (1), gradients (2), parameters (3); 0 exactly when shard = 1 (cp: any)."""
     micro_batch: int = 1
-    """Samples per forward pass and reader."""
+    """Samples per forward pass and data-parallel rank."""
     accumulation: int = 1
     """Forward passes per optimizer step."""
     gradient_sync: Literal["last", "every"] = "last"
     """Sum gradients over ranks once per step, or after every micro-batch (less memory when sharded)."""
     recompute: Literal["none", "selective", "full"] = "none"
     compile: Literal["none", "blocks", "model"] = "none"
-    """Repeated blocks one by one (one graph for all layers, quick to compile), or the whole model as one graph."""
+    """Repeated blocks one by one (one graph for all layers, fast to compile), or the whole model as one graph."""
     capture: Literal["none", "step"] = "none"
     fused_loss: bool = False
-    """Cross entropy from the head's input, chunk by chunk: logits [tokens, vocabulary] are never held whole."""
+    """Cross entropy from the head's input, chunk by chunk: logits [tokens, vocabulary] are never materialized."""
     sequence_parallel: bool = False
-    """Between tensor-parallel parts, cut activations along the sequence; matters when layout.tp > 1."""
+    """Between tensor-parallel layers, split activations along the sequence; matters when layout.tp > 1."""
     batch_norm: Literal["sync", "local"] = "sync"
-    """Batch statistics over all readers (equal to one process), or over each rank's own rows."""
+    """Batch statistics over all data-parallel ranks (equal to one process), or over each rank's own rows."""
     engine: Literal["torch", "deepspeed", "mlx"] = "torch"
     precision: Precision = field(default_factory=Precision)
     offload: Offload = field(default_factory=Offload)
@@ -235,7 +235,7 @@ class Plan:
         return self.capture == "step" and self.layout.world_size == 1 and self.offload.optimizer == "none"
 
     @property
-    def reader_axes(self) -> tuple[str, ...]:
+    def dp_axes(self) -> tuple[str, ...]:
         """Axes whose ranks read other samples and sum their gradients in every step."""
         return ("shard",) if self.communication.sync_every > 1 else ("replicate", "shard")
 
@@ -266,7 +266,7 @@ class Plan:
         shard = _refit_shard(layout, dp)
         batch = refit_batch(self.batch_size, dp=dp, largest_micro_batch=self.micro_batch)
         source = f"refitted to {world_size} ranks"
-        every = self.communication.sync_every if dp > shard else 1  # one replica has none to meet
+        every = self.communication.sync_every if dp > shard else 1  # one replica has no other to synchronize with
         rounds = ("communication.sync_every",) if every != self.communication.sync_every else ()
         return dataclasses.replace(
             self,
@@ -328,7 +328,7 @@ def check_types(value: Any, prefix: str = "") -> None:
                     f"plan {name} is {given!r}", code="plan.unknown-choice", fix=nearest(str(given), choices)
                 )
         elif wanted in (int, bool, float) and not _fits(given, wanted):
-            raise PlanError(f"plan {name} is {given!r}", code="plan.wrong-type", fix=f"give {_TYPE_WORDS[wanted]}")
+            raise PlanError(f"plan {name} is {given!r}", code="plan.wrong-type", fix=f"give {_TYPE_NAMES[wanted]}")
 
 
 @functools.cache
@@ -337,7 +337,7 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-_TYPE_WORDS = {int: "a whole number", bool: "true or false", float: "a number"}
+_TYPE_NAMES = {int: "a whole number", bool: "true or false", float: "a number"}
 
 
 def _fits(given: object, wanted: type) -> bool:

@@ -114,7 +114,7 @@ class BuildContext:
             feed=feed,
             length=length,
             first_step=self.first_step,
-            reports_loss=plan.layout.tells_loss(world.rank),
+            reports_loss=plan.layout.reports_loss(world.rank),
             before_update=self.before_update,
             mark=tell(self.mark, nvtx_ranges()),
             note=self.note,
@@ -140,7 +140,7 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
             trainable,
             shard_mesh=place.axis("shard") if plan.zero == 1 else None,
             on_host=plan.offload.optimizer == "cpu" and plan.offload.parameters == "none",
-            replica_mesh=place.axis(*plan.reader_axes) if plan.zero >= 2 else None,
+            replica_mesh=place.axis(*plan.dp_axes) if plan.zero >= 2 else None,
         ),
         sync=sync,
         update=_make_update(job, plan, world, model, sync.gain),
@@ -170,7 +170,7 @@ def make_feed(
         device=world.device,
         fill=fill,
         float_dtype=torch.float64 if plan.precision.compute == "fp64" else None,
-        group=world.axis_group(plan.layout, plan.reader_axes, on_host=True),
+        group=world.axis_group(plan.layout, plan.dp_axes, on_host=True),
         replicas=plan.layout.replicate if plan.communication.sync_every > 1 else 1,
         cut=token_cut(job, plan, world),
     )
@@ -233,8 +233,8 @@ def find_place(plan: Plan, world: World) -> MeshContext:
         layout=layout,
         rank=world.rank,
         mesh=world.mesh(layout) if layout.world_size > 1 else None,
-        dp_group=world.axis_group(layout, plan.reader_axes),
-        host_dp_group=world.axis_group(layout, plan.reader_axes, on_host=True),
+        dp_group=world.axis_group(layout, plan.dp_axes),
+        host_dp_group=world.axis_group(layout, plan.dp_axes, on_host=True),
         cp_group=world.axis_group(plan.layout, ("cp",)),
     )
 

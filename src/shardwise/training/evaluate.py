@@ -44,7 +44,7 @@ def evaluate(job: Job, plan: Plan, world: World, *, step: Step, dataset: Dataset
     """Return the loss and metrics over the whole dataset; communicates over the world, on every rank."""
     measures = {"loss": job.loss, **job.metrics}
     sums = dict.fromkeys([*measures, *(f"{name}/count" for name in measures)], 0.0)
-    tells = plan.layout.tells_loss(world.rank)
+    tells = plan.layout.reports_loss(world.rank)
     counts = tells and plan.layout.coordinate(world.rank).cp == 0  # slices have sums of their own, and one count
     with untouched_generators(), step.evaluating(world.axis_group(plan.layout, ("replicate", "shard"))):
         for micro_batch in _micro_batches(job, plan, world, dataset):

@@ -9,8 +9,7 @@ import torch
 import shardwise as sw
 from refusals import refuses
 from shardwise.engines.engine import engine_for, engine_named
-from shardwise.planner.job_plan import split_settings
-from shardwise.planner.settle import with_engine
+from shardwise.planner.settle import split_settings, with_engine
 
 NAMES = ("torch", "deepspeed", "mlx")
 

@@ -25,10 +25,10 @@ def test_groups_of_an_axis_cover_every_rank_once(axis):
 
 def test_ranks_that_share_samples_share_a_data_index():
     layout = Layout(pp=2, replicate=2, shard=2, tp=2)
-    readers = [layout.data_index(rank) for rank in range(layout.world_size)]
-    assert set(readers) == set(range(layout.dp))
-    assert all(readers[group[0]] == readers[rank] for group in layout.groups("tp") for rank in group)
-    assert all(readers[group[0]] == readers[rank] for group in layout.groups("pp") for rank in group)
+    dp_ranks = [layout.data_index(rank) for rank in range(layout.world_size)]
+    assert set(dp_ranks) == set(range(layout.dp))
+    assert all(dp_ranks[group[0]] == dp_ranks[rank] for group in layout.groups("tp") for rank in group)
+    assert all(dp_ranks[group[0]] == dp_ranks[rank] for group in layout.groups("pp") for rank in group)
 
 
 @pytest.mark.parametrize("text", ["one", "replicate2", "pp2.shard2.tp2", "pp4.replicate2.shard8.cp2.tp8"])
@@ -66,4 +66,4 @@ def test_every_slice_of_tokens_draws_and_tells_by_itself():
     layout = Layout(shard=2, cp=2, tp=2)
     assert [layout.draw_index(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [layout.data_index(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert [layout.tells_loss(rank) for rank in range(8)] == [True, False] * 4
+    assert [layout.reports_loss(rank) for rank in range(8)] == [True, False] * 4

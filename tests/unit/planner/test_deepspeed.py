@@ -71,10 +71,10 @@ def train_and_weigh(world, plan, job):
         engine.step()
     del tokens, logits, optimizer
     gc.collect()
-    held = tensor_bytes() - before
+    resident = tensor_bytes() - before
     del engine, model
     gc.collect()
-    return held
+    return resident
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +111,9 @@ def test_what_a_stage_holds_between_steps_is_what_deepspeed_holds(  # noqa: PLR0
 
     measured = run_ranks(body, RANKS, timeout_s=240)[0]
     model = described(job, compute, tmp_path)
-    for plan, held in zip(tried, measured, strict=True):
+    for plan, resident in zip(tried, measured, strict=True):
         rest = deepspeed_at_rest(model.for_plan(plan), plan)
-        assert sum(rest.values()) == pytest.approx(held, rel=0.03), (plan.zero, plan.offload, rest)
+        assert sum(rest.values()) == pytest.approx(resident, rel=0.03), (plan.zero, plan.offload, rest)
 
 
 def test_each_stage_needs_less_than_the_one_before():

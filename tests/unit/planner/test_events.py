@@ -4,14 +4,14 @@ from shardwise.layout import Layout
 from shardwise.planner.cost.events import (
     Span,
     Task,
+    pipeline_actions,
     pipeline_floor,
     pipeline_span,
     pipeline_spans,
-    pipeline_turns,
     run_pipeline,
     run_streams,
 )
-from shardwise.planner.cost.stages import Turns, stages_per_rank
+from shardwise.planner.cost.stages import PipelineShape, stages_per_rank
 from shardwise.plans import Pipeline, Plan
 
 SCHEDULES = ("gpipe", "1f1b", "looped_bfs", "interleaved_1f1b")
@@ -44,8 +44,8 @@ def test_a_task_waits_for_its_stream_and_for_what_it_needs():
 def test_every_stage_sees_every_micro_batch_once_each_way(schedule, pp, micro_batches):
     chunks = 1 if schedule in {"gpipe", "1f1b"} else 2
     for rank in range(pp):
-        turns = pipeline_turns(schedule, rank, pp=pp, chunks=chunks, micro_batches=micro_batches)
-        assert len(set(turns)) == len(turns) == 2 * chunks * micro_batches
+        actions = pipeline_actions(schedule, rank, pp=pp, chunks=chunks, micro_batches=micro_batches)
+        assert len(set(actions)) == len(actions) == 2 * chunks * micro_batches
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -77,7 +77,7 @@ def test_many_rounds_take_as_long_as_when_all_are_simulated(schedule):
     plan = piped(schedule, micro_batches=40)
     forward, backward, ranks = even(schedule)
     whole = pipeline_spans(plan, forward, backward, 0.0, micro_batches=40)
-    assert pipeline_span(plan, forward, backward, ranks, 0.0) == pytest.approx(max(turn[-1].end for turn in whole))
+    assert pipeline_span(plan, forward, backward, ranks, 0.0) == pytest.approx(max(action[-1].end for action in whole))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -98,9 +98,9 @@ def test_any_number_of_micro_batches_comes_to_an_end(micro_batches):
 
 
 def test_turns_that_wait_for_each_other_are_noticed():
-    turns = [pipeline_turns("1f1b", rank, pp=2, chunks=1, micro_batches=2)[::-1] for rank in range(2)]
+    actions = [pipeline_actions("1f1b", rank, pp=2, chunks=1, micro_batches=2)[::-1] for rank in range(2)]
     with pytest.raises(AssertionError, match="wait for each other"):
-        run_pipeline(turns, [1, 1], [1, 1], lambda _: 0.0)
+        run_pipeline(actions, [1, 1], [1, 1], lambda _: 0.0)
 
 
 @pytest.mark.parametrize("pp", range(2, 7))
@@ -110,11 +110,11 @@ def test_micro_batches_in_flight_are_those_of_the_schedule(schedule, pp):
     for number in range(pp, 4 * pp):
         if schedule == "interleaved_1f1b" and number % max(1, number // pp):
             continue  # torch refuses it
-        turns = Turns(pp, schedule, number, chunks)
+        actions = PipelineShape(pp, schedule, number, chunks)
         for rank in range(pp):
-            held = 0
+            resident = 0
             most = 0
-            for turn in pipeline_turns(schedule, rank, pp=pp, chunks=chunks, micro_batches=number):
-                held += 1 if turn.kind == "F" else -1
-                most = max(most, held)
-            assert sum(turns.in_flight(rank, chunk) for chunk in range(chunks)) == most, (number, rank)
+            for action in pipeline_actions(schedule, rank, pp=pp, chunks=chunks, micro_batches=number):
+                resident += 1 if action.kind == "F" else -1
+                most = max(most, resident)
+            assert sum(actions.in_flight(rank, chunk) for chunk in range(chunks)) == most, (number, rank)

@@ -71,7 +71,7 @@ def test_a_plan_between_the_limit_and_the_device_says_which_it_exceeds():
     memory = search(question).families["ddp"].memory
     near = dataclasses.replace(memory, reserved=41.2e9 - memory.outside)
     assert over_the_limit(near, question) == "needs 41.2 GB, a plan may use 40.2 GB (95% of the device's 42.3 GB)"
-    near = dataclasses.replace(memory, host=question.host_room + 1e9)
+    near = dataclasses.replace(memory, host=question.host_capacity + 1e9)
     assert "(90% of a device's share of the node's " in over_the_host_limit(near, question)
 
 
@@ -86,9 +86,9 @@ def test_reasons_name_the_chosen_the_slower_and_the_unneeded():
     ("name", "cluster", "family", "words"),
     [
         ("resnet-50", "1xH100", "zero3", "one device has no other"),
-        ("resnet-50", "2xH100", "hsdp", "too few to cut two ways"),
-        ("resnet-50", "4xH100", "tp", "not known to be cut"),
-        ("gpt2-xl", "4xH100", "tp", "cut evenly by 5, 25 only"),
+        ("resnet-50", "2xH100", "hsdp", "too few for two kinds"),
+        ("resnet-50", "4xH100", "tp", "not known to split"),
+        ("gpt2-xl", "4xH100", "tp", "splits evenly by 5, 25 only"),
     ],
 )
 def test_what_cannot_be_has_its_own_reason(name, cluster, family, words):
@@ -98,25 +98,25 @@ def test_what_cannot_be_has_its_own_reason(name, cluster, family, words):
 @pytest.mark.parametrize(
     ("name", "cluster", "words"),
     [
-        ("resnet-50", "8xH100", "not known to run on slices"),
-        ("llama-7b", "8xH100", "too short to cut: a slice keeps 4096"),
-        ("llama3-8b", "3xH100", "cut evenly by 2, 4, 8, 16, 32 only"),
+        ("resnet-50", "8xH100", "not known to support context parallelism"),
+        ("llama-7b", "8xH100", "too short to split: a rank keeps at least 4096"),
+        ("llama3-8b", "3xH100", "split evenly by 2, 4, 8, 16, 32 only"),
     ],
 )
-def test_sequences_that_are_not_cut_have_their_reason(name, cluster, words):
+def test_sequences_that_are_not_split_have_their_reason(name, cluster, words):
     assert words in reason(search(asked(name, cluster, 48)), "cp")
 
 
 def test_cutting_sequences_is_named_where_they_do_not_fit():
     question = asked(model("llama3-8b", length=131_072), "8xH100", 32)
-    assert "cut sequences by cp 8" in reason(search(question), "zero3")
+    assert "split sequences by cp 8" in reason(search(question), "zero3")
 
 
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        (Layout(shard=8), ["cut sequences by cp 8"]),
-        (Layout(shard=2, tp=4), ["cut sequences by cp 2"]),
+        (Layout(shard=8), ["split sequences by cp 8"]),
+        (Layout(shard=2, tp=4), ["split sequences by cp 2"]),
         (Layout(pp=2, shard=4), []),
     ],
 )
@@ -125,19 +125,19 @@ def test_sequences_are_to_be_cut_only_as_far_as_the_rest_of_the_plan_allows(layo
     plan = Plan(layout=layout, zero=3, precision=question.precision)
     memory = predict_memory(question.model.for_plan(plan), plan)
     ways = [way.partition(" (-")[0] for way in savings(plan, memory, question)]
-    assert [way for way in ways if way.startswith("cut sequences")] == words
+    assert [way for way in ways if way.startswith("split sequences")] == words
 
 
 @pytest.mark.parametrize(
     ("cluster", "words"), [("8xH100", "whole ones take"), ("64xH100", "32 samples keep 64 devices busy only if")]
 )
-def test_why_samples_are_cut_is_said(cluster, words):
+def test_why_sequences_are_split_is_reported(cluster, words):
     fork = decision_path(search(asked(model("llama3-8b", length=131_072), cluster, 32)))[-2]
-    assert fork.answer.startswith("into ")
+    assert fork.answer.startswith("over ")
     assert words in fork.because
 
 
-def test_what_capturing_and_rare_meetings_gain_is_said():
+def test_gains_of_capture_and_of_rare_syncs_are_predicted():
     small = search(asked("gpt2-tiny", "1xH200", 8))
     assert capture_gain(small) > 0.3
     assert rounds_gain(small) == 0

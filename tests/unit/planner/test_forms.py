@@ -14,7 +14,7 @@ from shardwise.planner.cost.memory import predict_memory
 from shardwise.planner.cost.time import training_flops
 from shardwise.planner.model import forms as fused
 from shardwise.planner.model.decoder_parts import decoder_shape, published
-from shardwise.planner.model.forms import Model, cut_context
+from shardwise.planner.model.forms import Model, split_context
 from shardwise.planner.trace.trace import trace
 from shardwise.plans import Plan, Precision
 from shardwise.plans.catalogue import DecoderConfig
@@ -35,7 +35,7 @@ def llama(length=32_768, **options):
 @pytest.mark.parametrize("policy", ["none", "selective", "full"])
 def test_activations_of_a_slice_are_a_share_of_the_whole(policy):
     whole = llama().plain.parts[1].footprints[policy]
-    slices = [cut_context(llama().plain, cp, 1).parts[1].footprints[policy] for cp in (2, 4, 8)]
+    slices = [split_context(llama().plain, cp, 1).parts[1].footprints[policy] for cp in (2, 4, 8)]
     for cp, part in zip((2, 4, 8), slices, strict=True):
         assert part.saved.at(1) == pytest.approx(whole.saved.at(1) / cp, rel=0.12)
     assert slices[0].saved.at(1) == pytest.approx(4 * slices[2].saved.at(1))
@@ -43,7 +43,7 @@ def test_activations_of_a_slice_are_a_share_of_the_whole(policy):
 
 def test_slices_share_the_work():
     shape = llama().plain
-    for before, after in zip(shape.parts, cut_context(shape, 4, 1).parts, strict=True):
+    for before, after in zip(shape.parts, split_context(shape, 4, 1).parts, strict=True):
         assert 4 * training_flops(after) == pytest.approx(training_flops(before))
         assert [(item.queries, item.keys) for item in after.work.attentions] == [
             (item.queries, item.keys) for item in before.work.attentions
@@ -52,8 +52,8 @@ def test_slices_share_the_work():
 
 @pytest.mark.parametrize(("cp", "tp", "kv_heads"), [(4, 1, 8), (8, 1, 8), (16, 1, 16), (4, 4, 16)])
 def test_one_rank_sends_its_queries_keys_values_and_results(cp, tp, kv_heads):
-    """With fewer heads of keys than slices they are repeated: 8 heads cut by tp 4 leave 2, which 4 slices share."""
-    block = cut_context(llama().plain, cp, tp).parts[1]
+    """With fewer heads of keys than slices they are repeated: 8 heads split by tp 4 leave 2, which 4 slices share."""
+    block = split_context(llama().plain, cp, tp).parts[1]
     token = 2 * (2 * 4096 + 2 * kv_heads * 128)
     assert block.cp_exchanged.at(1) == pytest.approx(32_768 * token / cp)
     assert block.num_cp_exchanges == 2
@@ -75,10 +75,10 @@ def test_weights_are_cut_over_slices_as_over_shards():
     model = llama()
     cp = Plan(layout=Layout(cp=8), zero=3, precision=BF16)
     shard = Plan(layout=Layout(shard=8), zero=3, precision=BF16)
-    held = [predict_memory(model.for_plan(plan), plan).at_peak for plan in (cp, shard)]
+    resident = [predict_memory(model.for_plan(plan), plan).at_peak for plan in (cp, shard)]
     for name in ("parameters", "optimizer states"):
-        assert held[0][name] == held[1][name]
-    assert held[0]["activations"] < 0.15 * held[1]["activations"]
+        assert resident[0][name] == resident[1][name]
+    assert resident[0]["activations"] < 0.15 * resident[1]["activations"]
 
 
 @pytest.mark.parametrize("elements", [2**28, 2**17])
@@ -99,7 +99,7 @@ def test_a_fused_head_holds_what_the_loss_holds(elements, monkeypatch):
         backward = live.peak_bytes - before
     shape = decoder_shape("", GPT2, length, compute="fp32", gathered=False)
     part = fused.fuse_loss(shape, rows, 1).parts[-1].footprints["none"]
-    moments = max(moment.held.at(rows) + 4 * moment.gradients for moment in part.backward)
+    moments = max(moment.resident.at(rows) + 4 * moment.gradients for moment in part.backward)
     assert (part.saved.at(rows), part.forward.at(rows), moments) == pytest.approx((left, highest, backward), rel=0.02)
 
 
@@ -142,9 +142,9 @@ def test_frozen_weights_beside_adapters_are_held_in_the_compute_dtype():
         memory = predict_memory(shape, Plan(precision=Precision(compute=compute)))
         return frozen, memory.at_peak["parameters"] - 4 * (shape.numel - frozen), memory
 
-    frozen, held, memory = parameters("bf16")
-    assert held == 2 * frozen
-    assert memory.at_peak["casts"] < 0.02 * held  # of the adapters, which autocast casts
+    frozen, resident, memory = parameters("bf16")
+    assert resident == 2 * frozen
+    assert memory.at_peak["casts"] < 0.02 * resident  # of the adapters, which autocast casts
     assert parameters("fp32")[1] == 4 * frozen
 
 

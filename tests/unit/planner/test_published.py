@@ -93,7 +93,7 @@ def measure(forward, x, standing):
 
 
 def held_by(footprint, rows=ROWS, *, tp=1):
-    backward = max(moment.held.at(rows, tp=tp) + 4 * moment.gradients / tp for moment in footprint.backward)
+    backward = max(moment.resident.at(rows, tp=tp) + 4 * moment.gradients / tp for moment in footprint.backward)
     return footprint.saved.at(rows, tp=tp), footprint.forward.at(rows, tp=tp), backward
 
 
@@ -104,7 +104,7 @@ def whole_step(shape, rows):
     highest, done = 0.0, 0
     for index in reversed(range(len(parts))):
         for moment in parts[index].footprints["none"].backward:
-            highest = max(highest, sum(saved[:index]) + moment.held.at(rows) + 4 * (done + moment.gradients))
+            highest = max(highest, sum(saved[:index]) + moment.resident.at(rows) + 4 * (done + moment.gradients))
         done += parts[index].numel
     return sum(saved), highest
 
@@ -306,7 +306,7 @@ def test_weights_are_cut_as_the_tensor_rules_say(name):
                 cut = split_dim(module, styles.get(path), kind) is not None
                 expected[f"{path}.{kind}".removeprefix("blocks.0.")] = (*parameter.shape[:1], parameter.numel(), cut)
     shape = published(name, compute="bf16", gathered=False)
-    assert {w.name: (w.rows, w.numel, w.cut) for part in shape.parts for w in part.weights} == expected
+    assert {w.name: (w.rows, w.numel, w.split) for part in shape.parts for w in part.weights} == expected
 
 
 @pytest.mark.parametrize("config", [GPT2, GROUPED], ids=["gpt2", "llama"])

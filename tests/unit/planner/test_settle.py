@@ -59,7 +59,7 @@ def test_precision_follows_the_device_with_its_reason(device, compute):
     assert device.name in plan.source("precision")
 
 
-def test_batch_is_split_over_readers():
+def test_batch_is_split_over_data_parallel_ranks():
     plan = settled(accumulation="3")
     assert (plan.micro_batch, plan.accumulation) == (2, 3)
     assert plan.source("accumulation") == "--set"

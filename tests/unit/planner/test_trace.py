@@ -17,9 +17,8 @@ from shardwise.layout import Layout
 from shardwise.planner.cost.memory import predict_memory
 from shardwise.planner.search.search import Question, search
 from shardwise.planner.search.subject import job_subject
-from shardwise.planner.trace.allowed import context_degrees, head_of
 from shardwise.planner.trace.rehearsal import TracedModel
-from shardwise.planner.trace.trace import describe, trace
+from shardwise.planner.trace.trace import context_degrees, describe, head_of, trace
 from shardwise.planner.trace.trace import described as described_in
 from shardwise.plans import Communication, Offload, Plan, Precision
 from shardwise.testing import fake_world
@@ -69,9 +68,9 @@ def test_tensor_parallelism_cuts_what_lies_between_column_and_row():
     width, tokens = GPT["width"], GPT["context"]
     # Of one sample in fp32: the hidden layer before and after its activation (4 x width each), queries, keys and
     # values, and what attention mixed, with a number per head and token (in rows of 32).
-    assert saved.cut == pytest.approx(4 * tokens * (2 * 4 * width + 3 * width + width + GPT["num_heads"]))
-    cut = {weight.name.rpartition("blocks.0.")[2] for weight in block.weights if weight.cut}
-    assert cut == {
+    assert saved.split == pytest.approx(4 * tokens * (2 * 4 * width + 3 * width + width + GPT["num_heads"]))
+    split = {weight.name.rpartition("blocks.0.")[2] for weight in block.weights if weight.split}
+    assert split == {
         "attn.qkv.weight",
         "attn.qkv.bias",
         "attn.out.weight",
@@ -169,8 +168,12 @@ def test_adapters_are_all_that_is_trained():
 def test_slices_and_a_fused_loss_are_told_apart_from_models_that_allow_neither():
     shape = trace(decoder_job(), compute="fp32", gathered=False)
     assert shape.cp_degrees == (1, 2, 4)
-    assert (shape.head.words, shape.head.width, shape.head.rows) == (GPT["vocab_size"], GPT["width"], GPT["context"])
-    assert shape.head.cut
+    assert (shape.head.vocab_size, shape.head.width, shape.head.rows) == (
+        GPT["vocab_size"],
+        GPT["width"],
+        GPT["context"],
+    )
+    assert shape.head.split
 
     def smoothed(output, batch):
         return torch.nn.functional.cross_entropy(output.flatten(0, 1), batch[-1].flatten(), label_smoothing=0.1)
@@ -268,7 +271,7 @@ def test_a_decoder_of_transformers_is_described_with_its_adapters():
         4 * (64 + 64) + 4 * (64 + 32)
     )
     assert (shape.heads, shape.tokens_per_sample, shape.cp_degrees) == (4, 64, (1, 2, 4))
-    assert (shape.head.words, shape.head.width, shape.head.trained) == (500, 64, False)
+    assert (shape.head.vocab_size, shape.head.width, shape.head.trained) == (500, 64, False)
     # Autocast casts frozen matrices as well as trained ones.
     assert all(weight.cast for part in shape.parts for weight in part.weights if "proj" in weight.name)
 
@@ -284,13 +287,13 @@ def test_frozen_weights_in_the_compute_dtype_are_held_in_it():
         whole, layout=Layout(shard=2), zero=3, offload=Offload(parameters="cpu", optimizer="cpu")
     )
 
-    def held(dtype):
+    def resident(dtype):
         job = dataclasses.replace(decoder_job(lora=LORA), model=lambda: sw.models.decoder("gpt2", **GPT).to(dtype))
         shape = trace(job, compute="bf16", gathered=False)
         here, on_host = (predict_memory(shape, plan, context=0.0) for plan in (whole, offload))
         return here.at_peak["parameters"], on_host.host
 
-    (wide, wide_host), (narrow, narrow_host) = held(torch.float32), held(torch.bfloat16)
+    (wide, wide_host), (narrow, narrow_host) = resident(torch.float32), resident(torch.bfloat16)
     frozen = sum(parameter.numel() for parameter in sw.models.decoder("gpt2", **GPT).parameters())
     assert wide - narrow == 2 * frozen
     assert wide_host - narrow_host == frozen  # each of two ranks has half of them
@@ -312,8 +315,8 @@ def measured(described, name, ranks, micro_batch, lora=None, **changes):
     def body(_):
         torch.set_num_threads(1)
         accumulation = changes.pop("accumulation", 1)
-        readers = Plan.preset(name, ranks).layout.dp
-        batch_size = readers * micro_batch * accumulation
+        dp = Plan.preset(name, ranks).layout.dp
+        batch_size = dp * micro_batch * accumulation
         job = decoder_job(batch_size=batch_size, lora=lora)
         plan = Plan.preset(name, ranks, batch_size=batch_size, accumulation=accumulation)
         plan = dataclasses.replace(plan, **changes)

@@ -12,7 +12,7 @@ from shardwise.hardware.cluster import parse_cluster
 from shardwise.hardware.machine import Cluster
 from shardwise.layout import Layout, parse_layout
 from shardwise.planner.cost import traffic
-from shardwise.planner.cost.traffic import Placement, collective, place
+from shardwise.planner.cost.traffic import Placement, collective, placement_of
 
 NAMES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send")
 H100 = parse_cluster("1024xH100")
@@ -40,7 +40,7 @@ def nodes_of(group, per_node):
 def test_placement_equals_counting_the_ranks(text, shape, axes):
     layout, cluster = parse_layout(text), parse_cluster(shape)
     groups = layout.groups(*axes)
-    placed = place(layout, axes, cluster)
+    placed = placement_of(layout, axes, cluster)
     assert placed.ranks == len(groups[0])
     assert {placed.nodes} == {nodes_of(group, cluster.devices_per_node) for group in groups}
 
@@ -52,20 +52,20 @@ def test_placement_equals_counting_the_ranks(text, shape, axes):
 def test_groups_that_straddle_nodes_are_never_placed_too_well(text, axes):
     layout, cluster = parse_layout(text), parse_cluster("3xhgx-h100")
     worst = max(nodes_of(group, 8) for group in layout.groups(*axes))
-    assert place(layout, axes, cluster).nodes >= worst
+    assert placement_of(layout, axes, cluster).nodes >= worst
 
 
 def test_placing_does_not_list_ranks():
     layout, cluster = Layout(pp=16, replicate=128, shard=8, tp=8), parse_cluster("131072xH100")
     start = time.process_time()
     for _ in range(100):
-        place(layout, ("replicate",), cluster)
+        placement_of(layout, ("replicate",), cluster)
     assert time.process_time() - start < 0.1
 
 
 def test_unknown_axis_is_refused():
     with refuses("layout.unknown-axis", "'dp'"):
-        place(Layout(), ("dp",), H100)
+        placement_of(Layout(), ("dp",), H100)
 
 
 def test_a_group_of_one_costs_nothing():

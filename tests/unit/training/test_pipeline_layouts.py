@@ -47,7 +47,7 @@ def trained(world, job, plan):
     step = build_step(job, plan, world)
     reports = [step(batch) for batch in step.feed]
     return {
-        "losses": [report.loss_share.item() for report in reports] if plan.layout.tells_loss(world.rank) else None,
+        "losses": [report.loss_share.item() for report in reports] if plan.layout.reports_loss(world.rank) else None,
         "norms": [report.grad_norm.item() for report in reports],
         "weights": {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in step.named_parameters()},
         "whole": step.whole_weights(),

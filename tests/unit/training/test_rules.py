@@ -130,8 +130,10 @@ def test_train_accepts_every_plan_that_search_proposes_for_a_job(name):
     job = JOBS[name]
     answer = answer_of(job_subject(job, FOUR, describe, accepts=ModelRules(job)))
     plans = [candidate.plan for candidate in answer.candidates]
-    for cut in {(plan.layout, plan.pipeline, plan.fused_loss, plan.sequence_parallel): plan for plan in plans}.values():
-        check_model(job, cut)
+    for split in {
+        (plan.layout, plan.pipeline, plan.fused_loss, plan.sequence_parallel): plan for plan in plans
+    }.values():
+        check_model(job, split)
     assert len(plans) > 10
 
 

@@ -18,8 +18,7 @@ from shardwise.launcher.local.attempts import LocalLaunch
 from shardwise.launcher.local.target import Script, check_target
 from shardwise.launcher.spec import DeviceSpec
 from shardwise.parallel.support import require_supported
-from shardwise.planner.job_plan import local_device, split_settings
-from shardwise.planner.settle import settle
+from shardwise.planner.settle import local_device, settle, split_settings
 from shardwise.runner.local import PRELOAD, worker_launch, write_run_inputs
 from shardwise.spec import NonNegativeFloat, Spec, argument, option
 from shardwise.training.spec import SaveSpec, TrainSpec

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """What predictions of time take for granted where nothing can be measured beforehand, each with its reason."""
+    """Assumptions of the time model where nothing can be measured beforehand, each with its reason."""
 
     compiled_moved: float = 0.5
     """Of the bytes that eager operators move, what a compiled block still moves: chains of elementwise operators become
@@ -53,11 +53,11 @@ class Seconds(NamedTuple):
     memory: float = 0.0
     """Operators that wait for memory: norms, activations, sums, casts."""
     launch: float = 0.0
-    """The device idle because the host is not quick enough to start operators."""
+    """The device idle because the host is not fast enough to launch operators."""
     doubt: float = 0.0
     """How wrong the sum may be, in seconds."""
     host: float = 0.0
-    """What the host takes to start it all, beside the device or, on a CPU, before it."""
+    """Host time of all launches, concurrent with the device or, on a CPU, before it."""
 
     @property
     def total(self) -> float:
@@ -99,7 +99,7 @@ class ComputeModel:
 
     @property
     def on_host(self) -> bool:
-        """Whether the host computes: then it starts operators in between, not ahead."""
+        """Whether the host computes: then it launches operators in between, not ahead."""
         return self.calibration.device.kind == "cpu"
 
     def cost(self, part: Part, samples: int, *, tp: int, sequence_parallel: bool, compiled: bool) -> PartCost:
@@ -127,9 +127,7 @@ class ComputeModel:
         forward = self._seconds(sum(p[0] for p in products), asked[0], other(work.moved, work.kernels)).plus(casts)
         slower = given.quantized_backward if dtype != self._dtype else 1.0
         backward = self._seconds(
-            sum(p[1] + p[2] for p in products) / slower,
-            asked[1],
-            other(work.moved_backward, work.kernels_backward),
+            sum(p[1] + p[2] for p in products) / slower, asked[1], other(work.moved_backward, work.kernels_backward)
         ).plus(casts)
         share = given.selective_matmuls
         selective = self._seconds(share * forward.matmul, 0.0, other(work.moved, work.kernels)).plus(casts, share)
@@ -138,7 +136,7 @@ class ComputeModel:
     def _casts(self, part: Part, samples: int, tp: int) -> Seconds:
         """Return what bringing the operands of a part's products into another dtype takes in each pass."""
         numbers = samples * sum(
-            matmul.count * matmul.rows * (matmul.inner + matmul.columns) / (tp if matmul.cut != "none" else 1)
+            matmul.count * matmul.rows * (matmul.inner + matmul.columns) / (tp if matmul.split != "none" else 1)
             for matmul in part.work.matmuls
         )
         moved = numbers / 2 * self.assumptions.quantized_bytes
@@ -147,8 +145,8 @@ class ComputeModel:
     def _products(self, matmul: Matmul, samples: int, tp: int, dtype: str) -> tuple[float, float, float]:
         """Return seconds of the product itself, of its input's gradient and of its weight's, which frozen ones lack."""
         rows = matmul.rows * samples
-        inner = max(1, matmul.inner // tp) if matmul.cut == "inner" else matmul.inner
-        columns = max(1, matmul.columns // tp) if matmul.cut == "columns" else matmul.columns
+        inner = max(1, matmul.inner // tp) if matmul.split == "inner" else matmul.inner
+        columns = max(1, matmul.columns // tp) if matmul.split == "columns" else matmul.columns
         shapes = ((rows, columns, inner), (rows, inner, columns), (inner, columns, rows))
         is_even = is_aligned(inner, dtype) and is_aligned(columns, dtype)
         first, second, third = (matmul.count * self._product(shape, dtype, is_even=is_even) for shape in shapes)
@@ -181,7 +179,7 @@ class ComputeModel:
         return Seconds(matmul, attention, memory, launch, doubt, host)
 
     def hooked(self, seconds: Seconds, operators: int) -> Seconds:
-        """Return a pass around which the host has so many operators more to start."""
+        """Return a pass for which the host launches so many operators more."""
         more = operators * self.calibration.operator_s.value
         idle = more if self.on_host else max(0.0, seconds.host + more - seconds.total)
         return seconds._replace(launch=seconds.launch + idle, host=seconds.host + more)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.planner.cost.memory import ADAMW, CONTEXT, FRAGMENTED, PER_GROUP, WORKSPACE, Memory
 from shardwise.planner.cost.stage_costs import numel_of
-from shardwise.planner.cost.stages import Holdings, cut_stages
+from shardwise.planner.cost.stages import RankState, stages_of_plan
 from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 REUSE = 1e9
 """Numbers within whose use stage 3 keeps a gathered weight instead of freeing it (stage3_max_reuse_distance)."""
 PERSISTENT = 1e5
-"""Numbers up to which stage 3 keeps a weight whole beside its part of it (stage3_param_persistence_threshold)."""
+"""Numbers up to which stage 3 keeps a weight unsharded beside its shard (stage3_param_persistence_threshold)."""
 MASTER = 4
 """Bytes of a weight in the optimizer's own copy, which DeepSpeed makes in fp32 training, too."""
 
@@ -29,8 +29,8 @@ def deepspeed_memory(
 ) -> Memory:
     """Return the memory of a rank; `context` is what a process takes outside of the allocator.
 
-    From the source of DeepSpeed 0.19 (runtime/zero/stage_1_and_2.py, stage3.py); what it holds between steps is
-    compared with tensors on CPU ranks by a test.
+    From the source of DeepSpeed 0.19 (runtime/zero/stage_1_and_2.py, stage3.py); a test compares
+    the state between steps with the tensors of CPU ranks.
     """
     own = _Engine(shape, plan, optimizer)
     phase, at_peak = max(own.moments(), key=lambda moment: sum(moment[1].values()))
@@ -49,7 +49,7 @@ def deepspeed_memory(
 
 
 def deepspeed_at_rest(shape: ModelShape, plan: Plan, *, optimizer: OptimizerShape = ADAMW) -> dict[str, float]:
-    """Return what a rank holds between two steps by name, in bytes, on device and host together."""
+    """Return the resident state of a rank between two steps by name, in bytes, on device and host together."""
     own = _Engine(shape, plan, optimizer)
     rest = own.at_rest()
     for name, amount in own.host().items():
@@ -58,13 +58,13 @@ def deepspeed_at_rest(shape: ModelShape, plan: Plan, *, optimizer: OptimizerShap
 
 
 class _Engine:
-    """What DeepSpeed holds of a model on one rank."""
+    """Parameters, gradients and optimizer states of one rank under DeepSpeed."""
 
     def __init__(self, shape: ModelShape, plan: Plan, optimizer: OptimizerShape) -> None:
         self.plan = plan
         self.stage = deepspeed_stage(plan)
-        self.holdings = Holdings(shape, plan, optimizer, cut_stages(shape, plan))
-        self.whole, self.trained = self.holdings.total("whole"), self.holdings.total("trained")
+        self.state = RankState(shape, plan, optimizer, stages_of_plan(shape, plan))
+        self.whole, self.trained = self.state.total("whole"), self.state.total("trained")
         self.compute_bytes = ELEMENT_BYTES[plan.precision.compute]
         self.reduce_bytes = ELEMENT_BYTES[plan.precision.reduce]
         self.mine = self.trained / plan.layout.dp if self.stage else self.trained
@@ -73,14 +73,16 @@ class _Engine:
         self.states = optimizer.states * MASTER * self.mine
         self.temporaries = optimizer.temporaries * MASTER * self.mine
         self.on_host = plan.offload.optimizer != "none"
-        numels = [(share.number, weight.numel) for share in self.holdings.shares for weight in share.part.weights]
+        numels = [(share.number, weight.numel) for share in self.state.shares for weight in share.part.weights]
         self.largest = max(numel for _, numel in numels)
         self.persistent = sum(number * numel for number, numel in numels if numel <= PERSISTENT)
 
     def at_rest(self) -> dict[str, float]:
         """Return what is on the device between steps."""
-        cut = self.plan.layout.dp if self.stage == 3 else 1
-        rest = {"parameters": self.compute_bytes * self.whole / cut if self.plan.offload.parameters == "none" else 0.0}
+        shards = self.plan.layout.dp if self.stage == 3 else 1
+        rest = {
+            "parameters": self.compute_bytes * self.whole / shards if self.plan.offload.parameters == "none" else 0.0
+        }
         if not self.on_host:
             rest["master weights"] = MASTER * self.mine * self.has_copy
             rest["optimizer states"] = self.states
@@ -89,7 +91,7 @@ class _Engine:
             rest["gradients"] = 0.0 if self.on_host else self.gathered_gradients
             rest["bucket buffers"] = self.bucket
         elif self.on_host:
-            rest["bucket buffers"] = self.compute_bytes * self.largest  # a gradient on its way down
+            rest["bucket buffers"] = self.compute_bytes * self.largest  # a gradient that is copied to the host
         return rest
 
     @property
@@ -99,18 +101,18 @@ class _Engine:
         return (self.reduce_bytes if apart else self.compute_bytes) * self.mine
 
     def host(self) -> dict[str, float]:
-        """Return what waits on the host, on disk or in memory alike."""
-        held: dict[str, float] = {}
+        """Return what is offloaded, to host memory or to disk."""
+        resident: dict[str, float] = {}
         if self.on_host:
-            held["master weights"] = MASTER * self.mine
-            held["optimizer states"] = self.states
-            held["gradients"] = MASTER * self.mine + (self.gathered_gradients if self.stage == 3 else 0.0)
+            resident["master weights"] = MASTER * self.mine
+            resident["optimizer states"] = self.states
+            resident["gradients"] = MASTER * self.mine + (self.gathered_gradients if self.stage == 3 else 0.0)
             if self.stage < 3:
-                held["parameters"] = self.compute_bytes * self.mine  # on their way back to the device
-                held["bucket buffers"] = self.compute_bytes * self.largest
+                resident["parameters"] = self.compute_bytes * self.mine  # copied back to the device
+                resident["bucket buffers"] = self.compute_bytes * self.largest
         if self.plan.offload.parameters != "none":
-            held["parameters"] = self.compute_bytes * self.whole / self.plan.layout.dp
-        return held
+            resident["parameters"] = self.compute_bytes * self.whole / self.plan.layout.dp
+        return resident
 
     def moments(self) -> list[tuple[str, dict[str, float]]]:
         """Return every moment that can be the highest: its phase, and what lives then by name.
@@ -136,7 +138,7 @@ class _Engine:
         return found
 
     def _gradients(self) -> tuple[float, float]:
-        """Return what gradients take when backward begins and when it ends, but for stage 3's own buffer."""
+        """Return the bytes of gradients when backward begins and when it ends, but for stage 3's own buffer."""
         whole = self.compute_bytes * self.trained
         if self.stage < 2:
             return (whole if self.plan.accumulation > 1 else 0.0), whole + self.reduce_bytes * self.mine
@@ -161,18 +163,18 @@ class _Engine:
 
     def _activations(self) -> float:
         """Return the most that activations take, in whichever part that is."""
-        own = self.holdings
+        own = self.state
         most = 0.0
         for index, share in enumerate(own.shares):
             below = own.kept(index) + own.saved[index] * (share.number - 1)
             footprint = share.part.footprints[self.plan.recompute]
-            held = [own.amount(footprint.forward), *(own.amount(moment.held) for moment in footprint.backward)]
-            most = max(most, below + max(held))
+            resident = [own.amount(footprint.forward), *(own.amount(moment.resident) for moment in footprint.backward)]
+            most = max(most, below + max(resident))
         return most + own.amount(own.shape.input) * min(2, self.plan.accumulation)
 
 
 def deepspeed_stage(plan: Plan) -> int:
-    """Return DeepSpeed's stage: the plan's, and on one rank, where a stage cuts nothing, the one that can offload."""
+    """Return DeepSpeed's stage: the plan's, and on one rank, where a stage shards nothing, the one that can offload."""
     if plan.layout.world_size > 1 or plan.offload == type(plan.offload)():
         return plan.zero
     return 3 if plan.offload.parameters != "none" else 1
@@ -197,7 +199,7 @@ def deepspeed_time(times: TimeModel, shape: ModelShape, plan: Plan) -> Time:
     parts = {name: sum(share * time.parts.get(name, 0.0) for share, time in found) for name in names}
     parts = {name: seconds for name, seconds in parts.items() if name not in {"update", "collect"}}
     if deepspeed_stage(plan) == 0:
-        # Its buckets are summed after backward, not beside it.
+        # Its buckets are summed after backward, not during it.
         for name in ("reduce", "contention"):
             parts.pop(name, None)
     parts |= _after(times, shape, plan)

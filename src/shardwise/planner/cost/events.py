@@ -1,4 +1,11 @@
-"""A small simulation of streams and pipeline schedules: forward and backward passes beside their collectives."""
+"""A small simulation of CUDA streams and pipeline schedules: forward and backward passes with their collectives.
+
+The idea: a step is a list of tasks on a compute stream and a communication stream; a task starts when its stream is
+free and the tasks before it have ended. What compute waits for is exposed communication. Of a pipeline only the first
+rounds of micro-batches are simulated, since every further round takes as long as its busiest rank. The invariant: the
+order of actions is that of torch's schedule of the same name (`plans/pipeline.py`), so bubbles come from the order
+alone. References: Narayanan et al. 2021 (interleaved 1F1B), Qi et al. 2023 (zero bubble), Zhao et al. 2023 (FSDP).
+"""
 
 from __future__ import annotations
 
@@ -19,11 +26,11 @@ class Task(NamedTuple):
     label: str
     seconds: float
     after: tuple[int, ...] = ()
-    """Places in the list of tasks that must have ended; always earlier ones."""
+    """Indices of tasks that must have ended; always earlier ones."""
 
 
 class Span(NamedTuple):
-    """A task in its time."""
+    """A task with its start and end."""
 
     stream: str
     label: str
@@ -37,16 +44,16 @@ def run_streams(tasks: Sequence[Task]) -> list[Span]:
     spans: list[Span] = []
     for task in tasks:
         start = free.get(task.stream, 0.0)
-        for place in task.after:
-            start = max(start, spans[place].end)
+        for index in task.after:
+            start = max(start, spans[index].end)
         end = start + task.seconds
         free[task.stream] = end
         spans.append(Span(task.stream, task.label, start, end))
     return spans
 
 
-class Turn(NamedTuple):
-    """One stage's work on one micro-batch."""
+class PipelineAction(NamedTuple):
+    """Forward or backward of one micro-batch on one stage."""
 
     kind: str
     """F for forward, B for backward."""
@@ -54,8 +61,8 @@ class Turn(NamedTuple):
     micro_batch: int
 
 
-def pipeline_turns(schedule: str, rank: int, *, pp: int, chunks: int, micro_batches: int) -> list[Turn]:
-    """Return what a rank of a pipeline does, in order; stage s stands on rank s mod pp.
+def pipeline_actions(schedule: str, rank: int, *, pp: int, chunks: int, micro_batches: int) -> list[PipelineAction]:
+    """Return the actions of a rank of a pipeline, in order; stage s is on rank s mod pp.
 
     Schedules that split backward are given the order of interleaved_1f1b: what they gain is counted elsewhere.
     """
@@ -68,84 +75,89 @@ def pipeline_turns(schedule: str, rank: int, *, pp: int, chunks: int, micro_batc
     return _interleaved(stages, rank, pp, micro_batches)
 
 
-def _all_then_all(stages: Sequence[int], number: int) -> list[Turn]:
-    forward = [Turn("F", stage, index) for stage in stages for index in range(number)]
-    return forward + [Turn("B", stage, index) for stage in reversed(stages) for index in range(number)]
+def _all_then_all(stages: Sequence[int], number: int) -> list[PipelineAction]:
+    forward = [PipelineAction("F", stage, index) for stage in stages for index in range(number)]
+    return forward + [PipelineAction("B", stage, index) for stage in reversed(stages) for index in range(number)]
 
 
-def _one_by_one(rank: int, warm_up: int, number: int) -> list[Turn]:
+def _one_by_one(rank: int, warm_up: int, number: int) -> list[PipelineAction]:
     """Fill up, then one backward for each forward, then empty."""
-    turns = [Turn("F", rank, index) for index in range(warm_up)]
+    actions = [PipelineAction("F", rank, index) for index in range(warm_up)]
     for index in range(number):
-        turns.append(Turn("B", rank, index))
+        actions.append(PipelineAction("B", rank, index))
         if warm_up + index < number:
-            turns.append(Turn("F", rank, warm_up + index))
-    return turns
+            actions.append(PipelineAction("F", rank, warm_up + index))
+    return actions
 
 
-def _interleaved(stages: Sequence[int], rank: int, pp: int, number: int) -> list[Turn]:
+def _interleaved(stages: Sequence[int], rank: int, pp: int, number: int) -> list[PipelineAction]:
     """Rounds of micro-batches pass through the first chunk, then the next: torch's order."""
     chunks, total = len(stages), len(stages) * number
     per_round = number // max(1, number // pp)
     warm_up = min(total, (chunks - 1) * per_round + 2 * (pp - 1 - rank))
 
-    def turn(kind: str, position: int) -> Turn:
+    def action(kind: str, position: int) -> PipelineAction:
         chunk = position // per_round % chunks
         index = position // (per_round * chunks) * per_round + position % per_round
-        return Turn(kind, stages[chunk if kind == "F" else chunks - 1 - chunk], index)
+        return PipelineAction(kind, stages[chunk if kind == "F" else chunks - 1 - chunk], index)
 
-    turns = [turn("F", position) for position in range(warm_up)]
+    actions = [action("F", position) for position in range(warm_up)]
     for position in range(total - warm_up):
-        turns += [turn("F", warm_up + position), turn("B", position)]
-    return turns + [turn("B", position) for position in range(total - warm_up, total)]
+        actions += [action("F", warm_up + position), action("B", position)]
+    return actions + [action("B", position) for position in range(total - warm_up, total)]
 
 
 def run_pipeline(
-    turns: Sequence[Sequence[Turn]], forward: Sequence[float], backward: Sequence[float], hop: Callable[[int], float]
+    actions: Sequence[Sequence[PipelineAction]],
+    forward: Sequence[float],
+    backward: Sequence[float],
+    hop: Callable[[int], float],
 ) -> list[list[Span]]:
-    """Return when each rank takes its turns; `forward` and `backward` are seconds by stage.
+    """Return when each rank takes its actions; `forward` and `backward` are seconds by stage.
 
-    `hop(stage)` is how long what a stage has made travels to the next stage, or back from it.
+    `hop(stage)` is the time that an activation takes to the next stage, or its gradient back.
     """
-    ended: dict[Turn, float] = {}
-    spans: list[list[Span]] = [[] for _ in turns]
-    free = [0.0] * len(turns)
-    todo = [0] * len(turns)
-    waiting = sum(map(len, turns))
+    ended: dict[PipelineAction, float] = {}
+    spans: list[list[Span]] = [[] for _ in actions]
+    free = [0.0] * len(actions)
+    todo = [0] * len(actions)
+    waiting = sum(map(len, actions))
     while waiting:
         before = waiting
-        for rank, mine in enumerate(turns):
+        for rank, mine in enumerate(actions):
             while todo[rank] < len(mine):
                 ready = _ready(mine[todo[rank]], ended, len(forward), hop)
                 if ready is None:
                     break
-                turn = mine[todo[rank]]
+                action = mine[todo[rank]]
                 start = max(free[rank], ready)
-                end = start + (forward if turn.kind == "F" else backward)[turn.stage]
-                ended[turn] = free[rank] = end
-                spans[rank].append(Span(f"stage {turn.stage}", f"{turn.kind}{turn.micro_batch}", start, end))
+                end = start + (forward if action.kind == "F" else backward)[action.stage]
+                ended[action] = free[rank] = end
+                spans[rank].append(Span(f"stage {action.stage}", f"{action.kind}{action.micro_batch}", start, end))
                 todo[rank] += 1
                 waiting -= 1
         if waiting == before:
-            raise AssertionError("a pipeline's turns wait for each other")
+            raise AssertionError("a pipeline's actions wait for each other")
     return spans
 
 
-def _ready(turn: Turn, ended: dict[Turn, float], num_stages: int, hop: Callable[[int], float]) -> float | None:
-    """Return when what a turn needs is there, None while that is unknown."""
-    if turn.kind == "F":
-        if turn.stage == 0:
+def _ready(
+    action: PipelineAction, ended: dict[PipelineAction, float], num_stages: int, hop: Callable[[int], float]
+) -> float | None:
+    """Return when the input of an action has arrived, None while that is unknown."""
+    if action.kind == "F":
+        if action.stage == 0:
             return 0.0
-        needed = ended.get(Turn("F", turn.stage - 1, turn.micro_batch))
-        return None if needed is None else needed + hop(turn.stage - 1)
-    own = ended.get(Turn("F", turn.stage, turn.micro_batch))
-    if own is None or turn.stage == num_stages - 1:
+        needed = ended.get(PipelineAction("F", action.stage - 1, action.micro_batch))
+        return None if needed is None else needed + hop(action.stage - 1)
+    own = ended.get(PipelineAction("F", action.stage, action.micro_batch))
+    if own is None or action.stage == num_stages - 1:
         return own
-    needed = ended.get(Turn("B", turn.stage + 1, turn.micro_batch))
-    return None if needed is None else max(own, needed + hop(turn.stage))
+    needed = ended.get(PipelineAction("B", action.stage + 1, action.micro_batch))
+    return None if needed is None else max(own, needed + hop(action.stage))
 
 
-# Time of a pipeline: turns of its stages by schedule, with the bubbles between them.
+# Time of a pipeline: actions of its stages by schedule, with the bubbles between them.
 
 
 ROUNDS = 2
@@ -163,14 +175,14 @@ def pipeline_span(
     while simulated % max(1, simulated // pp):  # rounds of equal size, which interleaving needs
         simulated += pp if simulated < number else 1
     spans = pipeline_spans(plan, forward, backward, hop, micro_batches=simulated)
-    span = max(turn[-1].end for turn in spans)
+    span = max(action[-1].end for action in spans)
     of_rank: list[list[float]] = [[] for _ in range(pp)]
     for stage, rank in enumerate(ranks):
         of_rank[rank].append(forward[stage] + backward[stage])
     busy = [sum(times) for times in of_rank]
     span += (number - simulated) * max(busy)  # or less, where more were needed for a round
     if SCHEDULES[schedule].splits_backward:
-        # Gradients of weights wait for nobody: they fill the time in which 1F1B idles at the start and at the end
+        # Gradients of weights wait for no other rank: they fill the bubbles of 1F1B at the start and the end
         # (Qi et al. 2023, zero-bubble schedules: (pp - 1)(forward + input - weight) is left of it).
         filled = 2 * (pp - 1) * WEIGHT_SHARE * max(backward)
         span = max(number * max(busy), span - filled)
@@ -180,15 +192,17 @@ def pipeline_span(
 def pipeline_spans(
     plan: Plan, forward: Sequence[float], backward: Sequence[float], hop: float, *, micro_batches: int
 ) -> list[list[Span]]:
-    """Return the turns of each rank along pp in their time."""
+    """Return the actions of each rank along pp with their start and end."""
     schedule, pp = plan.pipeline.schedule, plan.layout.pp
     chunks = len(forward) // pp
-    turns = [pipeline_turns(schedule, rank, pp=pp, chunks=chunks, micro_batches=micro_batches) for rank in range(pp)]
-    return run_pipeline(turns, forward, backward, lambda _: hop)
+    actions = [
+        pipeline_actions(schedule, rank, pp=pp, chunks=chunks, micro_batches=micro_batches) for rank in range(pp)
+    ]
+    return run_pipeline(actions, forward, backward, lambda _: hop)
 
 
 def pipeline_floor(busy: Sequence[float], stage_seconds: Sequence[float], micro_batches: int) -> float:
-    """Return what no schedule of whole backward passes goes below.
+    """Return a lower bound of the time of all schedules that do not split backward.
 
     A rank starts when the stages before its first have seen the first micro-batch, and those must still go back
     through them when it has done its last; `busy` is seconds of one micro-batch by rank, `stage_seconds` by stage.
@@ -200,31 +214,31 @@ def pipeline_floor(busy: Sequence[float], stage_seconds: Sequence[float], micro_
     return floor
 
 
-# One forward or backward pass of a stage: compute beside the collectives that gather weights and sum gradients.
+# One forward or backward pass of a stage: compute, and the collectives that gather weights and reduce gradients.
 
 
 COMPUTE, WIRE = "compute", "communication"
 
 
 class WorkUnit(NamedTuple):
-    """What is gathered, computed and summed as one: a block, or what stands before or after the blocks. Seconds."""
+    """What is gathered, computed and reduced as one: a block, or all before or after the blocks. Seconds."""
 
     name: str
     forward: float
     backward: float
     gather: float = 0.0
-    """Before its forward pass; 0 where weights are whole."""
+    """Before its forward pass; 0 where weights are not sharded."""
     gather_again: float = 0.0
     """Before its backward pass."""
     reduce: float = 0.0
     """After its backward pass."""
     gather_copy: float = 0.0
-    """Compute's share of a gather: out of the buffer into weights."""
+    """Compute of a gather: the copy out of the buffer into weights."""
     reduce_copy: float = 0.0
 
 
 class Pass(NamedTuple):
-    """How one pass went. Seconds."""
+    """Times of one pass. Seconds."""
 
     seconds: float
     busy: float
@@ -248,11 +262,11 @@ def forward_tasks(units: Sequence[WorkUnit], *, prefetch: int, gathers: bool) ->
     """Return the tasks of a forward pass: each unit gathered `prefetch` units ahead of its use."""
     tasks: list[Task] = []
     computed: list[int] = []
-    for place, unit in enumerate(units):
+    for index, unit in enumerate(units):
         needed: tuple[int, ...] = ()
         copy = 0.0
         if gathers and unit.gather:
-            behind = place - prefetch - 1
+            behind = index - prefetch - 1
             tasks.append(Task(WIRE, f"gather {unit.name}", unit.gather, (computed[behind],) if behind >= 0 else ()))
             needed, copy = (len(tasks) - 1,), unit.gather_copy
         tasks.append(Task(COMPUTE, f"forward {unit.name}", unit.forward + copy, needed))
@@ -261,15 +275,15 @@ def forward_tasks(units: Sequence[WorkUnit], *, prefetch: int, gathers: bool) ->
 
 
 def backward_tasks(units: Sequence[WorkUnit], *, prefetch: int, gathers: bool, reduces: bool) -> list[Task]:
-    """Return the tasks of a backward pass: the next unit's gather is sent off before this one's gradients are."""
+    """Return the tasks of a backward pass: the next unit's gather is issued before this one's reduce."""
     tasks: list[Task] = []
     computed: list[int] = []
     waiting: Task | None = None
-    for place, unit in enumerate(reversed(units)):
+    for index, unit in enumerate(reversed(units)):
         needed: tuple[int, ...] = ()
         seconds = unit.backward
         if gathers and unit.gather_again:
-            behind = place - prefetch - 1
+            behind = index - prefetch - 1
             after = (computed[behind],) if behind >= 0 else ()
             tasks.append(Task(WIRE, f"gather {unit.name}", unit.gather_again, after))
             needed, seconds = (len(tasks) - 1,), seconds + unit.gather_copy
@@ -286,7 +300,7 @@ def backward_tasks(units: Sequence[WorkUnit], *, prefetch: int, gathers: bool, r
 
 
 def run_pass(tasks: Sequence[Task]) -> Pass:
-    """Return how long a pass takes, and what of it is what."""
+    """Return how long a pass takes, and the parts of that."""
     spans = run_streams(tasks)
     busy = gathering = reducing = 0.0
     for task in tasks:
@@ -302,7 +316,7 @@ def run_pass(tasks: Sequence[Task]) -> Pass:
 def bucket_reduces(
     gradient_bytes: Sequence[float], bucket_bytes: float, seconds_of: Callable[[float], float]
 ) -> list[float]:
-    """Return seconds of sums that each unit's backward sets free, units in forward order, as DDP does it.
+    """Return seconds of the reduces that each unit's backward issues, units in forward order, as DDP does it.
 
     Gradients fill buckets from the last unit on; what is left in the end goes alone.
     """

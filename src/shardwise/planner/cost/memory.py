@@ -1,11 +1,18 @@
-"""Memory of one rank under a plan: what lives in forward, backward and update, and what lives at the highest moment."""
+"""Peak memory of one rank under a plan: what is resident in forward, backward and update.
+
+The idea: a peak can occur only at a few moments (the forward of a part, each candidate moment of its backward, the
+update), so all of them are added up by name and the largest wins. Per part the model gives its activations and the
+moments of its backward (`model/`, in closed form or traced); the plan gives shards, gathered units, gradients and
+buckets. The invariant: parts of `at_peak` add up to `peak`. References: Rajbhandari et al. 2020 (ZeRO), Korthikanti et
+al. 2022 (activations), torch's FSDP2 for the order of gathers; compared with real tensors in tests/unit/planner.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.planner.cost.stages import Holdings, add_up, cut_stages
+from shardwise.planner.cost.stages import RankState, add_up, stages_of_plan
 from shardwise.units import GIB
 
 if TYPE_CHECKING:
@@ -49,15 +56,15 @@ class Memory:
     """What one rank needs, in bytes; of the pipeline's stages the one that needs most."""
 
     peak: float
-    """Allocated at the highest moment."""
+    """Allocated at the peak."""
     reserved: float
     """What the allocator takes from the device for that."""
     outside: float
     """What context, libraries and communicators take without asking the allocator."""
     phase: str
-    """When the highest moment is: "forward", "backward" or "update"."""
+    """When the peak occurs: "forward", "backward" or "update"."""
     at_peak: Mapping[str, float]
-    """What lives then, by name."""
+    """What is resident then, by name."""
     host: float
     """On the host, for this rank."""
     stage: int
@@ -73,20 +80,20 @@ def predict_memory(
 ) -> Memory:
     """Return the memory of the rank that needs most; `context` is what a process takes outside of the allocator."""
     ranks = _stages_by_rank(shape, plan)
-    # Of ranks with equal stages the first holds most micro-batches.
+    # Of ranks with equal stages the first has most micro-batches in flight.
     unlike = {tuple(stage.likeness for stage in stages): stages for stages in reversed(ranks)}
-    memories = [_rank_memory(Holdings(shape, plan, optimizer, stages), context) for stages in unlike.values()]
+    memories = [_rank_memory(RankState(shape, plan, optimizer, stages), context) for stages in unlike.values()]
     return max(memories, key=lambda memory: memory.peak)
 
 
 def _stages_by_rank(shape: ModelShape, plan: Plan) -> list[list[StageParts]]:
     stages: dict[int, list[StageParts]] = {}
-    for stage in cut_stages(shape, plan):
+    for stage in stages_of_plan(shape, plan):
         stages.setdefault(stage.rank, []).append(stage)
     return [stages[rank] for rank in sorted(stages)]
 
 
-def _rank_memory(own: Holdings, context: float) -> Memory:
+def _rank_memory(own: RankState, context: float) -> Memory:
     on_gpu = context > 0
     phase, at_peak = max(_moments(own, on_gpu=on_gpu), key=lambda moment: sum(moment[1].values()))
     at_peak["workspace"] = float(WORKSPACE) if on_gpu else 0.0
@@ -104,8 +111,8 @@ def _rank_memory(own: Holdings, context: float) -> Memory:
     )
 
 
-def _moments(own: Holdings, *, on_gpu: bool) -> list[tuple[str, dict[str, float]]]:
-    """Return every moment that can be the highest: its phase, and what lives then by name."""
+def _moments(own: RankState, *, on_gpu: bool) -> list[tuple[str, dict[str, float]]]:
+    """Return every moment that can be the peak: its phase, and what is resident then by name."""
     rest = own.at_rest(on_gpu=on_gpu)
     found = [_update(own, rest)]
     for index, share in enumerate(own.shares):
@@ -116,39 +123,39 @@ def _moments(own: Holdings, *, on_gpu: bool) -> list[tuple[str, dict[str, float]
     return found
 
 
-def _forward(own: Holdings, rest: Mapping[str, float], index: int, below: float, *, on_gpu: bool) -> dict[str, float]:
+def _forward(own: RankState, rest: Mapping[str, float], index: int, below: float, *, on_gpu: bool) -> dict[str, float]:
     share = own.shares[index]
     footprint = share.part.footprints[own.plan.recompute]
     now = dict(rest)
     _add(now, "gradients", _accumulated(own))
     now["activations"] = below
-    _add(now, _held_name(share.part), own.amount(footprint.forward_on_gpu if on_gpu else footprint.forward))
+    _add(now, _activation_name(share.part), own.amount(footprint.forward_on_gpu if on_gpu else footprint.forward))
     now["casts"] = _casts(own, own.shares[:index], share, share.number)
     if own.sharded:
         now["gathered"] = _gathered_forward(own, index)
     return now
 
 
-def _accumulated(own: Holdings) -> float:
+def _accumulated(own: RankState) -> float:
     """Gradients of earlier micro-batches, but for those in DDP's buckets."""
     if own.plan.accumulation == 1 or (own.uses_buckets and own.plan.gradient_sync == "every"):
         return 0.0
     if not own.sharded:
-        return own.held_bytes * own.total("trained")
+        return own.parameter_bytes * own.total("trained")
     if own.plan.gradient_sync == "last":
         return own.reduce_bytes * own.total("trained")
     return 0.0 if own.sheds_gradients else own.reduce_bytes * own.total("owned_trained")
 
 
-def _casts(own: Holdings, before: Sequence[Share], share: Share, count: int) -> float:
+def _casts(own: RankState, before: Sequence[Share], share: Share, count: int) -> float:
     """Copies of fp32 weights in the compute dtype, which autocast makes and backward needs."""
-    if own.sharded or own.compute_bytes == own.held_bytes:
+    if own.sharded or own.compute_bytes == own.parameter_bytes:
         return 0.0
     return own.compute_bytes * (add_up(before, "cast") + count * share.cast)
 
 
-def _gathered_forward(own: Holdings, index: int) -> float:
-    """The root and what a block needs twice, as it came and in place, while what came before it is still held.
+def _gathered_forward(own: RankState, index: int) -> float:
+    """The root, and a block twice (gathered buffer and copy in place), while the block before it is still resident.
 
     ZeRO-2 keeps all blocks so far.
     """
@@ -165,18 +172,18 @@ def _gathered_forward(own: Holdings, index: int) -> float:
 
 
 def _backward(
-    own: Holdings, rest: Mapping[str, float], index: int, below: float, *, on_gpu: bool
+    own: RankState, rest: Mapping[str, float], index: int, below: float, *, on_gpu: bool
 ) -> list[tuple[str, dict[str, float]]]:
     share = own.shares[index]
     found = []
     moments = [one for one in share.part.footprints[own.plan.recompute].backward if on_gpu or not one.on_gpu]
     # The last of equal blocks has most activations below it, the first most gradients above it; those beside
-    # them also have a neighbour on either side, whose weights or gradients travel meanwhile.
+    # them also have a neighbour on either side, whose weights or gradients are in flight meanwhile.
     for position in {share.number, max(1, share.number - 1), min(2, share.number), 1}:
         for moment in moments:
             now = dict(rest)
             now["activations"] = below + own.saved[index] * (position - 1)
-            _add(now, _held_name(share.part), own.amount(moment.held))
+            _add(now, _activation_name(share.part), own.amount(moment.resident))
             now["casts"] = _casts_backward(own, index, position)
             if own.sharded:
                 _add_sharded(own, now, index, position, moment)
@@ -188,43 +195,43 @@ def _backward(
     return found
 
 
-def _casts_backward(own: Holdings, index: int, position: int) -> float:
+def _casts_backward(own: RankState, index: int, position: int) -> float:
     share = own.shares[index]
     if own.plan.recompute == "none":
         return _casts(own, own.shares[:index], share, position)
-    kept = [before for before in own.shares[:index] if before.part.kind != "block"]  # blocks cast anew
+    kept = [before for before in own.shares[:index] if before.part.kind != "block"]  # blocks are cast again
     return _casts(own, kept, share, 1)
 
 
-def _done(own: Holdings, index: int, position: int, name: str, *, blocks: bool = True, root: bool = True) -> float:
-    """Add up a number over the parts whose backward pass is over."""
+def _done(own: RankState, index: int, position: int, name: str, *, blocks: bool = True, root: bool = True) -> float:
+    """Add up a measure over the parts whose backward pass has ended."""
     share = own.shares[index]
     after = [done for done in own.shares[index + 1 :] if (blocks if done.part.kind == "block" else root)]
     mine = (share.number - position) * float(getattr(share, name)) if blocks else 0.0
     return add_up(after, name) + mine
 
 
-def _plain_gradients(own: Holdings, index: int, position: int, moment: Moment) -> float:
+def _plain_gradients(own: RankState, index: int, position: int, moment: Moment) -> float:
     if own.plan.accumulation > 1:
-        return own.held_bytes * own.total("trained")
-    return own.held_bytes * (_done(own, index, position, "trained") + _fresh(own, index, moment))
+        return own.parameter_bytes * own.total("trained")
+    return own.parameter_bytes * (_done(own, index, position, "trained") + _fresh(own, index, moment))
 
 
-def _outside_buckets(own: Holdings, index: int, position: int) -> float:
-    """Gradients of earlier micro-batches, which are not in DDP's buckets until the last one's come to them."""
+def _outside_buckets(own: RankState, index: int, position: int) -> float:
+    """Gradients of earlier micro-batches, which are outside of DDP's buckets until the last one's are added."""
     if own.plan.accumulation == 1 or own.plan.gradient_sync == "every":
         return 0.0
-    return own.held_bytes * (add_up(own.shares[:index], "trained") + position * own.shares[index].trained)
+    return own.parameter_bytes * (add_up(own.shares[:index], "trained") + position * own.shares[index].trained)
 
 
-def _fresh(own: Holdings, index: int, moment: Moment) -> float:
-    """Numbers of gradients that the part at work has made, on one rank."""
+def _fresh(own: RankState, index: int, moment: Moment) -> float:
+    """Elements of gradients that the current part has made, on one rank."""
     share = own.shares[index]
     return moment.gradients * share.whole / max(1, share.part.numel)
 
 
-def _add_sharded(own: Holdings, now: dict[str, float], index: int, position: int, moment: Moment) -> None:
-    """Add units gathered, gradients whole and cut, and the buffer from which they are sent."""
+def _add_sharded(own: RankState, now: dict[str, float], index: int, position: int, moment: Moment) -> None:
+    """Add gathered units, gradients before and after reduce-scatter, and its input buffer."""
     share = own.shares[index]
     unit = share.unit if share.part.kind == "block" else 0.0
     if own.plan.accumulation > 1 and own.plan.gradient_sync == "last":
@@ -240,15 +247,15 @@ def _add_sharded(own: Holdings, now: dict[str, float], index: int, position: int
     elif share.part.kind == "last" and share.trained and not moment.gradients and not own.plan.fused_loss:
         now["gathered"] = 0.0  # the loss: the model's own backward has not begun
     elif share.part.kind == "last":
-        # As it came and in place; then the last block is gathered ahead.
+        # The gathered buffer and its copy in place; then the last block is prefetched.
         now["gathered"] = own.compute_bytes * (own.root + max(own.root, _gathered_next(own, index, position)))
     else:
         now["gathered"] = own.compute_bytes * (own.root + unit + _gathered_next(own, index, position))
     now["reduce buffer"] = own.reduce_bytes * _sent_last(own, index, position)
 
 
-def _gathered_next(own: Holdings, index: int, position: int) -> float:
-    """Numbers of the block that backward comes to next, gathered ahead."""
+def _gathered_next(own: RankState, index: int, position: int) -> float:
+    """Elements of the block that backward reaches next, prefetched."""
     share = own.shares[index]
     if share.part.kind == "block" and position > 1:
         return share.unit
@@ -256,30 +263,30 @@ def _gathered_next(own: Holdings, index: int, position: int) -> float:
     return below[-1].unit if below else 0.0
 
 
-def _sent_last(own: Holdings, index: int, position: int) -> float:
-    """Numbers of the block after this part, whose gradients may still be on their way; the root comes last."""
+def _sent_last(own: RankState, index: int, position: int) -> float:
+    """Elements of the block after this part, whose gradients may still be in flight; the root comes last."""
     share = own.shares[index]
     if share.part.kind == "block" and position < share.number:
         return share.unit_trained
     return next((block.unit_trained for block in own.shares[index + 1 :] if block.part.kind == "block"), 0.0)
 
 
-def _update(own: Holdings, rest: Mapping[str, float]) -> tuple[str, dict[str, float]]:
+def _update(own: RankState, rest: Mapping[str, float]) -> tuple[str, dict[str, float]]:
     now = dict(rest)
     if not own.uses_buckets and not own.sheds_gradients:
-        now["gradients"] = own.held_bytes * own.total("owned_trained" if own.sharded else "trained")
+        now["gradients"] = own.parameter_bytes * own.total("owned_trained" if own.sharded else "trained")
     owned = own.total("owned_trained" if own.plan.zero else "trained")
-    now["temporaries"] = own.held_bytes * own.optimizer.temporaries * owned
+    now["temporaries"] = own.parameter_bytes * own.optimizer.temporaries * owned
     if own.plan.zero == 1:
         now["gather buffers"] = _gather_buffers(own)
     return "update", now
 
 
-def _gather_buffers(own: Holdings) -> float:
-    """ZeRO-1 gathers new rows bucket by bucket: own rows twice, everybody's, and one weight put in order."""
+def _gather_buffers(own: RankState) -> float:
+    """ZeRO-1 gathers new rows bucket by bucket: own rows twice, those of all ranks, and one weight put in order."""
     weights = [weight for share in own.shares for weight in share.part.weights]
-    largest = own.held_bytes * max((weight.numel for weight in weights if weight.trained), default=0)
-    bucket = max(largest, min(float(BUCKET), own.held_bytes * own.total("trained")))
+    largest = own.parameter_bytes * max((weight.numel for weight in weights if weight.trained), default=0)
+    bucket = max(largest, min(float(BUCKET), own.parameter_bytes * own.total("trained")))
     return bucket * (1 + 2 / own.plan.layout.folded.shard) + largest
 
 
@@ -287,5 +294,5 @@ def _add(now: dict[str, float], name: str, amount: float) -> None:
     now[name] = now.get(name, 0.0) + amount
 
 
-def _held_name(part: Part) -> str:
+def _activation_name(part: Part) -> str:
     return "logits and loss" if part.kind == "last" else "activations"

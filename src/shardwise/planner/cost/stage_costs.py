@@ -10,7 +10,7 @@ from shardwise.layout import Layout
 from shardwise.planner.cost.compute import PartCost, Seconds
 from shardwise.planner.cost.events import WorkUnit, bucket_reduces
 from shardwise.planner.cost.stages import uses_ddp
-from shardwise.planner.cost.traffic import collective, place
+from shardwise.planner.cost.traffic import collective, placement_of
 from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardwise.plans.plan import Plan
 
 BUCKET_BYTES = 25 * 2**20
-"""What the engine sums and gathers at once outside of DDP."""
+"""What is reduced or gathered at once outside of DDP."""
 
 
 class Wires:
@@ -38,7 +38,7 @@ class Wires:
 
     def transfer(self, name: Collective, num_bytes: float, layout: Layout, *axes: str) -> Transfer:
         """Return the time of a collective along some axes of a layout."""
-        key = (name, num_bytes, place(layout, axes, self.cluster))
+        key = (name, num_bytes, placement_of(layout, axes, self.cluster))
         if key not in self._known:
             self._known[key] = collective(name, num_bytes, key[2], self.cluster, self.calibration)
         return self._known[key]
@@ -67,7 +67,7 @@ def _size(layout: Layout, axes: tuple[str, ...]) -> int:
 
 
 class ActivationExchange(NamedTuple):
-    """Communication in the middle of a pass, which nothing hides. Seconds."""
+    """Exposed communication inside a pass. Seconds."""
 
     tensor: float = 0.0
     batch_norm: float = 0.0
@@ -91,7 +91,7 @@ class StageCost:
     exchange: ActivationExchange
     """Forward and backward together."""
     trained: float
-    """Parameters with gradients on this rank, before the shard axis cuts them."""
+    """Parameters with gradients on this rank, before they are sharded."""
 
     @property
     def busy(self) -> float:
@@ -126,12 +126,7 @@ def stage_cost(stage: StageParts, shape: ModelShape, plan: Plan, compute: Comput
     elif uses_ddp(plan):
         units = _replicated(units, gradients, plan, wires)
     return StageCost(
-        units=tuple(units),
-        forward=forward,
-        backward=backward,
-        again=again,
-        exchange=exchanged,
-        trained=sum(gradients),
+        units=tuple(units), forward=forward, backward=backward, again=again, exchange=exchanged, trained=sum(gradients)
     )
 
 
@@ -139,11 +134,7 @@ def _part_cost(part: Part, plan: Plan, compute: ComputeModel) -> tuple[PartCost,
     """Return the compute of one micro-batch on one of a part, and what recompute adds to its backward."""
     compiled = plan.compile == "model" or (plan.compile == "blocks" and part.kind == "block")
     cost = compute.cost(
-        part,
-        plan.micro_batch,
-        tp=plan.layout.tp,
-        sequence_parallel=plan.sequence_parallel,
-        compiled=compiled,
+        part, plan.micro_batch, tp=plan.layout.tp, sequence_parallel=plan.sequence_parallel, compiled=compiled
     )
     if plan.is_captured and not compute.on_host:  # one launch for all operators of a step
         cost = PartCost(*(seconds._replace(launch=0.0, host=0.0) for seconds in cost))
@@ -163,9 +154,9 @@ def tensor_exchange(
     size = part.tp_exchanged.at(samples) / part.num_exchanges
     names: tuple[Collective, ...] = ("reduce_scatter", "all_gather") if sequence_parallel else ("all_reduce",)
     if part.kind == "last":
-        # Logits of all ranks side by side, where nothing is summed; or the gradient of what the head was given.
+        # Logits of all ranks are concatenated, nothing is summed; or the gradient of the head's input is.
         names = ("all_reduce",) if fused else ("all_gather",)
-    # tp is the innermost axis: where its groups stand does not depend on the others.
+    # tp is the innermost axis: the nodes of its groups do not depend on the others.
     return part.num_exchanges * sum(wires.seconds(name, size, Layout(tp=tp), "tp") for name in names)
 
 
@@ -174,7 +165,7 @@ def context_exchange(part: Part, samples: int, layout: Layout, wires: Wires) -> 
     if not part.num_cp_exchanges:
         return 0.0
     size = part.cp_exchanged.at(samples, tp=layout.tp) / part.num_cp_exchanges
-    # cp and tp are the innermost axes: where their groups stand does not depend on the others.
+    # cp and tp are the innermost axes: the nodes of their groups do not depend on the others.
     inner = Layout(cp=layout.cp, tp=layout.tp)
     return part.num_cp_exchanges * wires.seconds("all_to_all", size, inner, "cp")
 
@@ -202,7 +193,7 @@ def _exchange(part: Part, shape: ModelShape, plan: Plan, wires: Wires) -> Activa
 def numel_of(part: Part, layout: Layout, *, trained: bool = False) -> float:
     """Return parameters of one of a part on a rank; a tied one counts once where its twin is on the same rank."""
     return sum(
-        weight.numel / (layout.tp if weight.cut else 1)
+        weight.numel / (layout.tp if weight.split else 1)
         for weight in part.weights
         if (weight.trained or not trained) and not (weight.tied and layout.pp == 1)
     )
@@ -224,20 +215,20 @@ def _sharded(
     stage: StageParts, units: list[WorkUnit], plan: Plan, wires: Wires, compute: ComputeModel
 ) -> list[WorkUnit]:
     """Give units their gathers and sums: blocks their own, all else together around the pass."""
-    cut, place = list(units), 0
+    sharded, index = list(units), 0
     rest = rest_trained = 0.0
     for part, count in stage.parts:
         numel, trained = numel_of(part, plan.layout), numel_of(part, plan.layout, trained=True)
         if part.kind == "block":
             own = _shard_times(numel, trained, plan, wires, compute)
-            cut[place : place + count] = [_with(unit, own) for unit in units[place : place + count]]
+            sharded[index : index + count] = [_with(unit, own) for unit in units[index : index + count]]
         else:
             rest, rest_trained = rest + count * numel, rest_trained + count * trained
-        place += count
+        index += count
     root = _shard_times(rest, rest_trained, plan, wires, compute)
-    cut[0] = _with(cut[0], root | {"gather_again": 0.0})
-    cut[-1] = _with(cut[-1], {"gather_again": root["gather_again"]})
-    return cut
+    sharded[0] = _with(sharded[0], root | {"gather_again": 0.0})
+    sharded[-1] = _with(sharded[-1], {"gather_again": root["gather_again"]})
+    return sharded
 
 
 def _with(unit: WorkUnit, times: Mapping[str, float]) -> WorkUnit:

@@ -1,4 +1,4 @@
-"""Pipeline stages of a plan, and the weights, gradients and optimizer states that one rank holds."""
+"""Pipeline stages of a plan, and the parameters, gradients and optimizer states of one rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StageParts(NamedTuple):
         return tuple((id(part), count) for part, count in self.parts)
 
 
-def cut_stages(shape: ModelShape, plan: Plan) -> tuple[StageParts, ...]:
+def stages_of_plan(shape: ModelShape, plan: Plan) -> tuple[StageParts, ...]:
     """Return the stages of a plan by the rule that training follows: the plan's split, else even.
 
     What is left over of an even split goes to the second stage and those after it, then to the first.
@@ -69,8 +69,8 @@ def _blocks(shape: ModelShape, first: int, end: int) -> list[tuple[Part, int]]:
     return found
 
 
-class Turns(NamedTuple):
-    """How stages take turns: a schedule over ranks and micro-batches, with so many stages a rank."""
+class PipelineShape(NamedTuple):
+    """A schedule over ranks and micro-batches, with so many stages a rank."""
 
     pp: int
     schedule: str
@@ -78,7 +78,7 @@ class Turns(NamedTuple):
     chunks: int
 
     def in_flight(self, rank: int, chunk: int) -> int:
-        """Return how many micro-batches have gone forward through a stage of a rank and not yet come back, at most."""
+        """Return how many micro-batches of a stage are in flight at most: forward done, backward not."""
         if self.pp == 1:
             return 1
         schedule = SCHEDULES[self.schedule]
@@ -88,14 +88,14 @@ class Turns(NamedTuple):
             return min(self.micro_batches, self.pp - rank)
         if schedule.placement == "v":  # down and up again: together two for each rank
             return min(self.micro_batches, rank + 1 if chunk else 2 * self.pp - rank - 1)
-        # Interleaved: so often a rank goes forward before its first backward pass, a round through each stage in turn.
+        # Interleaved: the forward passes of a rank before its first backward, a round through each stage in order.
         size = self.micro_batches // max(1, self.micro_batches // self.pp)
         forward = (self.chunks - 1) * size + 2 * (self.pp - 1 - rank) + 1
         rounds, rest = divmod(forward, self.chunks * size)
         return min(self.micro_batches, rounds * size + max(0, min(size, rest - chunk * size)))
 
 
-# What one rank holds of a model under a plan: its parts, their weights in every measure, and what is always there.
+# The state of one rank under a plan: its parts, their weights in every measure, and what is always resident.
 
 
 class Share(NamedTuple):
@@ -116,7 +116,7 @@ class Share(NamedTuple):
     unit_trained: float
     """What a sum over the shard axis takes."""
     narrow: float
-    """Weights held in the compute dtype; under sharding this rank's rows of them."""
+    """Weights stored in the compute dtype; under sharding this rank's rows of them."""
 
 
 def _share(part: Part, count: int, plan: Plan) -> Share:
@@ -146,13 +146,13 @@ class _Rows(NamedTuple):
 def _rows(weight: Weight, tp: int, shard: int) -> _Rows:
     """Return the numbers of a weight on a tensor-parallel rank, and in its share of the rows."""
     numel, rows = float(weight.numel), weight.rows
-    if weight.cut:
+    if weight.split:
         numel, rows = numel / tp, math.ceil(rows / tp)
     return _Rows(numel, numel * math.ceil(rows / shard) / rows)
 
 
-class Holdings:
-    """Adds up what one rank along pp holds."""
+class RankState:
+    """Parameters, gradients and optimizer states of one rank along pp."""
 
     def __init__(self, shape: ModelShape, plan: Plan, optimizer: OptimizerShape, stages: Sequence[StageParts]) -> None:
         """`stages` are those of the rank, in order."""
@@ -163,12 +163,12 @@ class Holdings:
         self.shares = [_share(part, count, plan) for stage in stages for part, count in stage.parts]
         self.chunks = [chunk for chunk, stage in enumerate(stages) for _ in stage.parts]
         """Which of the rank's stages each share is of."""
-        turns = Turns(plan.layout.pp, plan.pipeline.schedule, plan.accumulation, len(stages))
-        self.in_flight = [turns.in_flight(self.rank, chunk) for chunk in self.chunks]
-        """Micro-batches whose activations each share holds at once."""
+        actions = PipelineShape(plan.layout.pp, plan.pipeline.schedule, plan.accumulation, len(stages))
+        self.in_flight = [actions.in_flight(self.rank, chunk) for chunk in self.chunks]
+        """Micro-batches whose activations each share keeps at once."""
         self.sharded = plan.zero >= 2
         self.compute_bytes = ELEMENT_BYTES[plan.precision.compute]
-        self.held_bytes = ELEMENT_BYTES[plan.precision.parameter]
+        self.parameter_bytes = ELEMENT_BYTES[plan.precision.parameter]
         self.reduce_bytes = ELEMENT_BYTES[plan.precision.reduce]
         self.sheds_gradients = self.sharded and plan.offload.parameters != "none"
         """Whether shards of gradients are on the host: FSDP2 sends each there as soon as it is reduced."""
@@ -208,7 +208,7 @@ class Holdings:
             owned = self.total("owned_trained" if plan.zero else "trained")
             rest["optimizer states"] = ELEMENT_BYTES[plan.precision.optimizer] * self.optimizer.states * owned
         if self.uses_buckets:
-            rest["gradients"] = self.held_bytes * self.total("trained")
+            rest["gradients"] = self.parameter_bytes * self.total("trained")
         if plan.communication.sync_every > 1:
             copies = 1 + (plan.communication.outer_momentum > 0)
             rest["anchor and momentum"] = copies * self.trained_bytes()
@@ -216,26 +216,26 @@ class Holdings:
 
     def trained_bytes(self) -> float:
         """Return the bytes of what one rank trains."""
-        return self.held_bytes * self.total("owned_trained" if self.sharded else "trained")
+        return self.parameter_bytes * self.total("owned_trained" if self.sharded else "trained")
 
     def parameters(self) -> float:
         """Return the bytes of this rank's parameters."""
-        whole = self.held_bytes * self.total("owned" if self.sharded else "whole")
-        return whole - (self.held_bytes - self.compute_bytes) * self.total("narrow")
+        whole = self.parameter_bytes * self.total("owned" if self.sharded else "whole")
+        return whole - (self.parameter_bytes - self.compute_bytes) * self.total("narrow")
 
     def host(self) -> float:
         """Return what offload keeps on the host: parameters, their gradients and the optimizer's states."""
         if self.plan.offload.optimizer == "none":
             return 0.0
         states = ELEMENT_BYTES[self.plan.precision.optimizer] * self.optimizer.states
-        trained = (2 * self.held_bytes + states) * self.total("owned_trained" if self.plan.zero else "trained")
+        trained = (2 * self.parameter_bytes + states) * self.total("owned_trained" if self.plan.zero else "trained")
         if self.plan.offload.parameters == "none":
             return trained
         return trained + self.parameters() - self.trained_bytes()
 
 
 def uses_ddp(plan: Plan) -> bool:
-    """Whether DDP sums gradients in buckets: parameters whole on every rank, one stage, no cut matrices, no rounds."""
+    """Whether DDP sums gradients in buckets: replicated parameters, no pp or tp, a sync in every step."""
     layout = plan.layout.folded
     return plan.communication.sync_every == 1 and plan.zero < 2 and layout.dp > 1 and layout.pp == layout.tp == 1
 

@@ -20,7 +20,7 @@ from shardwise.planner.cost.events import (
 )
 from shardwise.planner.cost.memory import ADAMW
 from shardwise.planner.cost.stage_costs import Wires, stage_cost
-from shardwise.planner.cost.stages import cut_stages
+from shardwise.planner.cost.stages import stages_of_plan
 from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 WAITING = ("tensor", "context", "batch norm", "gather", "reduce", "sum", "collect", "meet")
 """Parts in which compute waits for other ranks."""
 OUTER_PASSES = 14
-"""Reads and writes of all weights when replicas meet: anchor, move, outer optimizer, weights."""
+"""Reads and writes of all weights when replicas synchronize: anchor, move, outer optimizer, weights."""
 LEAST_UNCERTAINTY = 0.03
 """Run-to-run spread of a step on one machine."""
 
@@ -108,7 +108,7 @@ class TimeModel:
 
     def stages(self, shape: ModelShape, plan: Plan) -> list[StageCost]:
         """Return what a micro-batch costs on each stage."""
-        return self._costs(cut_stages(shape, plan), shape, plan)
+        return self._costs(stages_of_plan(shape, plan), shape, plan)
 
     def _costs(self, stages: Sequence[StageParts], shape: ModelShape, plan: Plan) -> list[StageCost]:
         known: dict[object, StageCost] = {}
@@ -119,19 +119,19 @@ class TimeModel:
 
     def predict(self, shape: ModelShape, plan: Plan) -> Time:
         """Return the time of one optimizer step; `shape` is the model's form for this plan."""
-        stages = cut_stages(shape, plan)
+        stages = stages_of_plan(shape, plan)
         costs, ranks = self._costs(stages, shape, plan), [stage.rank for stage in stages]
-        held: list[list[StageCost]] = [[] for _ in range(plan.layout.pp)]
+        by_rank: list[list[StageCost]] = [[] for _ in range(plan.layout.pp)]
         for cost, rank in zip(costs, ranks, strict=True):
-            held[rank].append(cost)
-        busiest = max(held, key=lambda mine: sum(cost.busy for cost in mine))
+            by_rank[rank].append(cost)
+        busiest = max(by_rank, key=lambda costs: sum(cost.busy for cost in costs))
         parts = _compute_parts(busiest, plan.accumulation)
         if plan.layout.pp == 1:
             self._add_passes(parts, costs[0], plan)
         else:
             hop = self.hop(shape, plan)
             self._add_pipeline(parts, plan, costs=costs, ranks=ranks, busiest=busiest, hop=hop)
-        trained = max(sum(cost.trained for cost in mine) for mine in held)
+        trained = max(sum(cost.trained for cost in costs) for costs in by_rank)
         parts |= self._after(trained, plan)
         parts["input"] = shape.input.at(plan.micro_batch) * plan.accumulation / self.calibration.from_host.value
         doubt = sum(cost.forward.doubt + cost.backward.doubt + cost.again.doubt for cost in busiest)
@@ -167,15 +167,15 @@ class TimeModel:
         hop: float,
     ) -> None:
         """Add what the passes of a step take beyond compute on the busiest rank of a pipeline."""
-        ahead, always, cut = plan.communication.prefetch, plan.zero == 3, plan.zero >= 2
+        ahead, always, is_sharded = plan.communication.prefetch, plan.zero == 3, plan.zero >= 2
         runs: dict[int, tuple[Pass, Pass, Pass, Pass]] = {}
         for cost in {id(cost): cost for cost in costs}.values():
             # ZeRO-2 gathers for the first micro-batch and keeps weights until the last; sums come with the last.
             runs[id(cost)] = (
                 run_pass(forward_tasks(cost.units, prefetch=ahead, gathers=always)),
                 run_pass(backward_tasks(cost.units, prefetch=ahead, gathers=always, reduces=False)),
-                run_pass(forward_tasks(cost.units, prefetch=ahead, gathers=cut)),
-                run_pass(backward_tasks(cost.units, prefetch=ahead, gathers=always, reduces=cut)),
+                run_pass(forward_tasks(cost.units, prefetch=ahead, gathers=is_sharded)),
+                run_pass(backward_tasks(cost.units, prefetch=ahead, gathers=always, reduces=is_sharded)),
             )
         slow = self.contention
         span = pipeline_span(
@@ -205,14 +205,14 @@ class TimeModel:
         """Return what follows the last backward: sums that nothing hides, norm, optimizer, gathers of ZeRO-1."""
         layout, calibration = plan.layout.folded, self.calibration
         bandwidth = calibration.memory_bandwidth.value
-        width, held = ELEMENT_BYTES[plan.precision.reduce], ELEMENT_BYTES[plan.precision.optimizer]
+        width, element = ELEMENT_BYTES[plan.precision.reduce], ELEMENT_BYTES[plan.precision.optimizer]
         mine = trained / layout.shard
-        parts = {"update": held * (trained if plan.zero < 2 else mine) / bandwidth}  # the norm reads every gradient
-        touched = held * (3 + 2 * self.optimizer.states) * mine
+        parts = {"update": element * (trained if plan.zero < 2 else mine) / bandwidth}  # the norm reads every gradient
+        touched = element * (3 + 2 * self.optimizer.states) * mine
         if plan.offload.optimizer == "cpu":
             parts["update"] += touched / calibration.host_optimizer_bandwidth.value
             if plan.offload.parameters != "cpu":
-                parts["update"] += held * mine * (1 / calibration.to_host.value + 1 / calibration.from_host.value)
+                parts["update"] += element * mine * (1 / calibration.to_host.value + 1 / calibration.from_host.value)
         else:
             parts["update"] += touched / calibration.optimizer_bandwidth.value
         # Around each bucket tensors are copied into it and back.
@@ -220,11 +220,11 @@ class TimeModel:
             parts["sum"] = self.wires.in_buckets("all_reduce", width * trained, layout, "replicate", "shard")
             parts["sum"] += 4 * width * trained / bandwidth
         if plan.zero == 1:
-            parts["collect"] = self.wires.in_buckets("all_gather", held * trained, layout, "shard")
-            parts["collect"] += 4 * held * trained / bandwidth
+            parts["collect"] = self.wires.in_buckets("all_gather", element * trained, layout, "shard")
+            parts["collect"] += 4 * element * trained / bandwidth
         every = plan.communication.sync_every
         if every > 1:
-            moved = held * (mine if plan.zero >= 2 else trained)
+            moved = element * (mine if plan.zero >= 2 else trained)
             parts["meet"] = self.wires.in_buckets("all_reduce", moved, layout, "replicate") / every
             parts["update"] += OUTER_PASSES * moved / bandwidth / every
         return parts
@@ -262,7 +262,7 @@ def training_flops(part: Part) -> float:
 
 
 def _compute_parts(costs: Sequence[StageCost], micro_batches: int) -> dict[str, float]:
-    """Return seconds of a step by class on a rank that holds these stages; parts of communication begin at 0."""
+    """Return seconds of a step by class on the rank of these stages; parts of communication begin at 0."""
     parts = dict.fromkeys(
         ("matmul", "attention", "memory", "launch", "recompute", "tensor", "context", "batch norm"), 0.0
     )

@@ -34,7 +34,7 @@ _PEERS_AT_ONCE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where the ranks of one group stand; all groups of a kind stand alike."""
+    """How the ranks of one group lie on nodes; all groups of a kind lie alike."""
 
     ranks: int
     nodes: int
@@ -57,38 +57,36 @@ class Transfer:
     origin: Origin
 
 
-def place(layout: Layout, axes: tuple[str, ...], cluster: Cluster) -> Placement:
-    """Return where groups along `axes` stand when rank r is device r of the cluster, counted node by node."""
+def placement_of(layout: Layout, axes: tuple[str, ...], cluster: Cluster) -> Placement:
+    """Return the nodes of groups along `axes` when rank r is device r of the cluster, counted node by node."""
     for axis in axes:
         if axis not in AXES:
             raise LayoutError(f"layout has no axis {axis!r}", code="layout.unknown-axis", fix=nearest(axis, AXES))
-    room = cluster.devices_per_node
+    devices_per_node = cluster.devices_per_node
     ranks, per_node, stride = 1, 1, 1
     whole = True
     for axis, degree in zip(reversed(AXES), reversed(layout.degrees), strict=True):
         if axis in axes and degree > 1:
-            here, whole = _inside(degree, stride, room, whole=whole)
+            here, whole = _inside(degree, stride, devices_per_node, whole=whole)
             ranks, per_node = ranks * degree, per_node * here
         stride *= degree
     return Placement(ranks=ranks, nodes=-(-ranks // per_node))
 
 
-def _inside(degree: int, stride: int, room: int, *, whole: bool) -> tuple[int, bool]:
+def _inside(degree: int, stride: int, devices_per_node: int, *, whole: bool) -> tuple[int, bool]:
     """Return how many neighbours along one axis surely share a node, and whether all do."""
-    if not whole or stride >= room:
+    if not whole or stride >= devices_per_node:
         return 1, False
-    if room % (stride * degree) == 0:
+    if devices_per_node % (stride * degree) == 0:
         return degree, True
-    # Groups that do not divide a node straddle its edge; as many as divide it stand together everywhere.
-    return math.gcd(degree, room // math.gcd(stride, room)) if room % stride == 0 else 1, False
+    # Groups that do not divide a node straddle its edge; as many as divide it share a node everywhere.
+    return math.gcd(
+        degree, devices_per_node // math.gcd(stride, devices_per_node)
+    ) if devices_per_node % stride == 0 else 1, False
 
 
 def collective(
-    name: Collective,
-    num_bytes: float,
-    placement: Placement,
-    cluster: Cluster,
-    calibration: Calibration | None = None,
+    name: Collective, num_bytes: float, placement: Placement, cluster: Cluster, calibration: Calibration | None = None
 ) -> Transfer:
     """Return the cost of one collective while every group of its kind does the same.
 
@@ -113,7 +111,7 @@ def collective(
 
 
 def _modelled(name: Collective, num_bytes: float, placement: Placement, cluster: Cluster) -> tuple[float, str]:
-    """Return seconds and name of the quickest algorithm, each tried with NCCL's bulk and small-message protocols."""
+    """Return seconds and name of the fastest algorithm, each tried with NCCL's bulk and small-message protocols."""
     algorithms = list(_ALGORITHMS[name].items())
     known = algorithms[:1] if cluster.device.kind == "cpu" else algorithms
     routes = [_route(placement, cluster, small=small) for small in (False, True)]

@@ -74,11 +74,11 @@ def decoder_shape(
         tp_degrees=_divisors(math.gcd(config.num_heads, config.kv_heads, config.hidden_width)),
         cp_degrees=_divisors(math.gcd(config.num_heads, length)),
         head=Head(
-            words=config.vocab_size,
+            vocab_size=config.vocab_size,
             width=config.width,
             rows=length,
             hidden_bytes=_norm(config, length, Tape(compute, gathered), given(Tape(compute, gathered))).width,
-            cut=True,
+            split=True,
             trained=lora == 0,
             before=describe.footprint(partial(_norm, config, length), given),
         ),
@@ -101,29 +101,29 @@ def _block(config: DecoderConfig, length: int, tape: Tape, x: Value) -> Value:
 
 
 def _last(config: DecoderConfig, length: int, tape: Tape, x: Value) -> Value:
-    matmul = Matmul(rows=length, inner=config.width, columns=config.vocab_size, cut="columns")
+    matmul = Matmul(rows=length, inner=config.width, columns=config.vocab_size, split="columns")
     logits = op.linear(tape, _norm(config, length, tape, x), Amount(whole=length * config.vocab_size), matmul)
     return op.cross_entropy(tape, logits)
 
 
 def _norm(config: DecoderConfig, length: int, tape: Tape, x: Value) -> Value:
-    """Hand out all tokens, also where the stream is cut by tokens: the columns after it need them."""
+    """Return all tokens, also under sequence parallelism: the columns after it need them."""
     elements = Amount(whole=length * config.width)
     return op.norm(tape, x, elements, config.width, kind="layer" if config.family == "gpt2" else "rms")
 
 
 def _attention(config: DecoderConfig, length: int, tape: Tape, x: Value) -> Value:
-    """Hold what the module's frame holds: the output of qkv lives as long as any view of it."""
+    """Keep the references of the module's frame: the output of qkv lives as long as any view of it."""
     width, kv_width = config.width, config.kv_heads * config.head_width
     bias = config.family == "gpt2"
     rows = width + 2 * kv_width
-    columns = Matmul(rows=length, inner=width, columns=rows, cut="columns")
-    groups = op.linear(tape, x, Amount(cut=length * rows), columns, bias=bias)
-    q = op.narrow(tape, groups, Amount(cut=length * width))
+    columns = Matmul(rows=length, inner=width, columns=rows, split="columns")
+    groups = op.linear(tape, x, Amount(split=length * rows), columns, bias=bias)
+    q = op.narrow(tape, groups, Amount(split=length * width))
     if config.num_heads > config.kv_heads:
-        q = op.copy(tape, q)  # the heads of a group lie apart: flattening them copies
-    k = op.narrow(tape, groups, Amount(cut=length * kv_width))
-    v = op.narrow(tape, groups, Amount(cut=length * kv_width))
+        q = op.copy(tape, q)  # the heads of a group are not contiguous: flattening copies
+    k = op.narrow(tape, groups, Amount(split=length * kv_width))
+    v = op.narrow(tape, groups, Amount(split=length * kv_width))
     if config.family == "llama":
         table = _table(config, length, tape)
         q, k = _rotate(tape, q, table), _rotate(tape, k, table)
@@ -131,7 +131,7 @@ def _attention(config: DecoderConfig, length: int, tape: Tape, x: Value) -> Valu
         heads=config.num_heads, kv_heads=config.kv_heads, head_width=config.head_width, queries=length, keys=length
     )
     mixed = op.attend(tape, q, k, v, attention)
-    back = Matmul(rows=length, inner=width, columns=width, cut="inner")
+    back = Matmul(rows=length, inner=width, columns=width, split="inner")
     return op.linear(tape, mixed, Amount(whole=length * width), back, bias=bias)
 
 
@@ -156,21 +156,21 @@ def _rotate(tape: Tape, heads: Value, table: Storage | None) -> Value:
 def _mlp(config: DecoderConfig, length: int, tape: Tape, x: Value) -> Value:
     width, hidden_width = config.width, config.hidden_width
     bias = config.family == "gpt2"
-    elements = Amount(cut=length * hidden_width)
-    columns = Matmul(rows=length, inner=width, columns=hidden_width, cut="columns")
+    elements = Amount(split=length * hidden_width)
+    columns = Matmul(rows=length, inner=width, columns=hidden_width, split="columns")
     up = op.linear(tape, x, elements, columns, bias=bias)
     if config.family == "gpt2":
         hidden = op.activation(tape, up)
     else:
         hidden = op.multiply(tape, op.activation(tape, op.linear(tape, x, elements, columns)), up)
-    back = Matmul(rows=length, inner=hidden_width, columns=width, cut="inner")
+    back = Matmul(rows=length, inner=hidden_width, columns=width, split="inner")
     return op.linear(tape, hidden, Amount(whole=length * width), back, bias=bias)
 
 
 def first_weights(config: DecoderConfig) -> tuple[Weight, ...]:
     """What comes before the blocks."""
     embed = Weight(
-        name="embed.weight", rows=config.vocab_size, numel=config.vocab_size * config.width, cut=True, cast=False
+        name="embed.weight", rows=config.vocab_size, numel=config.vocab_size * config.width, split=True, cast=False
     )
     if config.family == "llama":
         return (embed,)
@@ -186,18 +186,18 @@ def block_weights(config: DecoderConfig) -> tuple[Weight, ...]:
     return (
         *norm_weights(config, "attn_norm"),
         *_matrix(config, "attn.qkv", rows, width),
-        *_matrix(config, "attn.out", width, width, cut_bias=False),
+        *_matrix(config, "attn.out", width, width, split_bias=False),
         *norm_weights(config, "mlp_norm"),
         *gate,
         *_matrix(config, "mlp.up", hidden, width),
-        *_matrix(config, "mlp.down", width, hidden, cut_bias=False),
+        *_matrix(config, "mlp.down", width, hidden, split_bias=False),
     )
 
 
 def last_weights(config: DecoderConfig) -> tuple[Weight, ...]:
     """What comes after the blocks."""
     rows = config.vocab_size
-    head = Weight(name="head.weight", rows=rows, numel=rows * config.width, cut=True, tied=config.tie_head)
+    head = Weight(name="head.weight", rows=rows, numel=rows * config.width, split=True, tied=config.tie_head)
     return *norm_weights(config, "norm"), head
 
 
@@ -207,11 +207,13 @@ def norm_weights(config: DecoderConfig, name: str) -> tuple[Weight, ...]:
     return tuple(Weight(name=f"{name}.{kind}", rows=config.width, numel=config.width, cast=False) for kind in kinds)
 
 
-def _matrix(config: DecoderConfig, name: str, rows: int, columns: int, *, cut_bias: bool = True) -> tuple[Weight, ...]:
-    weight = Weight(name=f"{name}.weight", rows=rows, numel=rows * columns, cut=True)
+def _matrix(
+    config: DecoderConfig, name: str, rows: int, columns: int, *, split_bias: bool = True
+) -> tuple[Weight, ...]:
+    weight = Weight(name=f"{name}.weight", rows=rows, numel=rows * columns, split=True)
     if config.family == "llama":
         return (weight,)
-    return weight, Weight(name=f"{name}.bias", rows=rows, numel=rows, cut=cut_bias)
+    return weight, Weight(name=f"{name}.bias", rows=rows, numel=rows, split=split_bias)
 
 
 def _divisors(number: int) -> tuple[int, ...]:
@@ -229,7 +231,7 @@ T5_LENGTH, BYT5_LENGTH = 512, 1024
 
 
 def published(name: str, *, compute: DType, gathered: bool, length: int | None = None, lora: int = 0) -> ModelShape:
-    """Describe a published model trained in `compute`; `gathered` when sharding hands weights over in that dtype.
+    """Describe a published model trained in `compute`; `gathered` when FSDP gathers weights in that dtype.
 
     `length` is tokens per sample (None: the model's context; T5's labels are a quarter as long), or an image's side
     in pixels; `lora` is the rank of adapters on every matrix of the blocks, with all else frozen and, where that is
@@ -238,13 +240,13 @@ def published(name: str, *, compute: DType, gathered: bool, length: int | None =
     is_narrow = lora > 0 and compute in {"bf16", "fp16"}
     shape = _published(name, length, {"compute": compute, "gathered": gathered or is_narrow, "lora": lora})
     if is_narrow:
-        parts = tuple(_hold_frozen_narrow(part) for part in shape.parts)
+        parts = tuple(_store_frozen_narrow(part) for part in shape.parts)
         return dataclasses.replace(shape, name=f"{name} in {compute} + LoRA {lora}", parts=parts)
     return dataclasses.replace(shape, name=f"{name} + LoRA {lora}") if lora else shape
 
 
-def _hold_frozen_narrow(part: Part) -> Part:
-    """Return a part whose frozen weights are held in the compute dtype, so that nothing casts them."""
+def _store_frozen_narrow(part: Part) -> Part:
+    """Return a part whose frozen weights are stored in the compute dtype, so that nothing casts them."""
     weights = [
         weight if weight.trained else dataclasses.replace(weight, narrow=True, cast=False) for weight in part.weights
     ]

@@ -1,4 +1,4 @@
-"""A model in every form in which plans train it: weights cast or gathered, sequences whole or cut, the loss fused."""
+"""A model in every form in which plans train it: weights cast or gathered, context parallelism, a fused loss."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Model:
         return self._forms[key]
 
     def sliced(self, cp: int, tp: int, *, gathered: bool) -> ModelShape:
-        """Return the form on one of `cp` slices of the tokens, where matrices are cut by `tp`; made once."""
+        """Return the form on one of `cp` context-parallel ranks under `tp`; made once."""
         shape = self.gathered if gathered else self.plain
         if cp == 1:
             return shape
         key = ("sliced", id(shape), cp, tp)
         if key not in self._forms:
-            self._forms[key] = cut_context(shape, cp, tp)
+            self._forms[key] = split_context(shape, cp, tp)
         return self._forms[key]
 
     @cached_property
@@ -49,7 +49,7 @@ class Model:
         return {}
 
 
-# Context parallelism, as planning sees it: a slice of the tokens on each rank, and exchanges around attention.
+# Context parallelism: a slice of the tokens on each rank, all-to-alls around attention (Jacobs et al. 2023, Ulysses).
 
 
 EXCHANGES = 2
@@ -59,10 +59,10 @@ COPIES = 4
 EXCHANGE_KERNELS = 8
 
 
-def cut_context(shape: ModelShape, cp: int, tp: int) -> ModelShape:
-    """Return a model on one of `cp` slices of its tokens, attention on all tokens of a share of the heads.
+def split_context(shape: ModelShape, cp: int, tp: int) -> ModelShape:
+    """Return a model on one of `cp` slices of its tokens; attention runs on all tokens of 1/cp of the heads.
 
-    `tp` cuts heads first: where fewer heads of keys are left than slices, they are repeated.
+    `tp` splits heads first: where fewer key heads are left than slices, they are repeated.
     """
     width = ELEMENT_BYTES[shape.compute]
     parts = tuple(_sliced(part, cp, tp, width) for part in shape.parts)
@@ -74,15 +74,15 @@ def _sliced(part: Part, cp: int, tp: int, width: int) -> Part:
     exchanged = sum(_exchanged(item, cp, tp, width) for item in part.work.attentions)
     results = sum(_result(item, cp, width) for item in part.work.attentions)
     repeated = exchanged - sum(_exchanged(item, 1, tp, width) for item in part.work.attentions) * share
-    # The result of attention is kept as it was made and as it came back; repeated keys and values are kept too.
-    more = Amount(cut=results + repeated)
+    # The result of attention is kept before and after its exchange; repeated keys and values are kept too.
+    more = Amount(split=results + repeated)
     return replace(
         part,
-        work=_sliced_work(part.work, cp, tp, Amount(cut=exchanged)),
+        work=_sliced_work(part.work, cp, tp, Amount(split=exchanged)),
         footprints={policy: _footprint(kept, share, more, policy) for policy, kept in part.footprints.items()},
         output=part.output * share,
         tp_exchanged=part.tp_exchanged * share,
-        cp_exchanged=Amount(cut=exchanged),
+        cp_exchanged=Amount(split=exchanged),
         num_cp_exchanges=EXCHANGES * sum(item.count for item in part.work.attentions),
     )
 
@@ -122,17 +122,17 @@ def _sliced_work(work: Work, cp: int, tp: int, exchanged: Amount) -> Work:
 
 
 def _per_token(moved: Amount, cp: int) -> Amount:
-    """Cut what grows with the tokens; casts of weights do not."""
+    """Split what grows with the tokens; casts of weights do not."""
     return replace(moved * (1 / cp), fixed=moved.fixed)
 
 
 def _footprint(kept: Footprint, share: float, more: Amount, policy: Recompute) -> Footprint:
-    """Cut what is held, tables of positions too, and add what exchanges leave: kept for backward, or made again."""
+    """Split activations, tables of positions too, and add those of the exchanges: kept for backward, or recomputed."""
     return Footprint(
         saved=kept.saved * share + (more if policy == "none" else Amount()),
         forward=kept.forward * share + more,
         forward_on_gpu=kept.forward_on_gpu * share + more,
-        backward=tuple(replace(moment, held=moment.held * share + more) for moment in kept.backward),
+        backward=tuple(replace(moment, resident=moment.resident * share + more) for moment in kept.backward),
     )
 
 
@@ -152,9 +152,9 @@ WIDE = 4
 """Bytes of the number in which a chunk's logits and the weight's gradient are kept, at least."""
 
 
-def chunk_rows(rows: int, words: int) -> int:
+def chunk_rows(rows: int, vocab_size: int) -> int:
     """Return how many of `rows` tokens to take at a time, so that chunks are nearly equal and within CHUNK_ELEMENTS."""
-    largest = max(TILE, CHUNK_ELEMENTS // max(1, words) // TILE * TILE)
+    largest = max(TILE, CHUNK_ELEMENTS // max(1, vocab_size) // TILE * TILE)
     chunks = max(1, -(-rows // largest))
     even = -(-rows // chunks)
     return max(1, min(rows, -(-even // TILE) * TILE))
@@ -172,15 +172,15 @@ def fuse_loss(shape: ModelShape, samples: int, tp: int) -> ModelShape:
 def _fused(part: Part, head: Head, shape: ModelShape, samples: int, tp: int) -> Part:
     narrow = ELEMENT_BYTES[shape.compute]
     wide = max(WIDE, narrow)
-    rows, words = samples * head.rows, -(-head.words // tp) if head.cut else head.words
-    chunk = chunk_rows(rows, words)
-    numel, hidden = words * head.width, rows * head.width * head.hidden_bytes
+    rows, vocab_size = samples * head.rows, -(-head.vocab_size // tp) if head.split else head.vocab_size
+    chunk = chunk_rows(rows, vocab_size)
+    numel, hidden = vocab_size * head.width, rows * head.width * head.hidden_bytes
     gradient = wide * numel if head.trained else 0
     made = 0 if shape.gathered or narrow == wide else narrow * numel  # the weight, cast for all chunks
-    passes, logits = -(-rows // chunk), chunk * words
+    passes, logits = -(-rows // chunk), chunk * vocab_size
     # A chunk's logits and their log-probabilities, or their gradient and one chunk's share of the weight's.
     work = max(2 * wide * logits, narrow * (logits + (numel if head.trained else 0)))
-    # What the head was given stays until its own gradient, as large, stands for it.
+    # The head's input stays until its gradient, which is as large, replaces it.
     saved = head.before.saved + Amount(fixed=gradient)
     highest = saved + Amount(fixed=hidden + made + work)
     cast = gradient if shape.gathered else 0
@@ -193,14 +193,14 @@ def _fused(part: Part, head: Head, shape: ModelShape, samples: int, tp: int) -> 
         weights=tuple(replace(weight, cast=weight.cast and weight.numel < numel) for weight in part.weights),
         footprints=dict.fromkeys(part.footprints, footprint),
         work=replace(part.work, moved=part.work.moved + summed, kernels=part.work.kernels * passes),
-        # Of cut words only the gradient of what the head was given is summed over the group, and numbers per row.
+        # With a split vocabulary the group reduces only the gradient of the head's input, and a few numbers per row.
         tp_exchanged=Amount(whole=head.rows * head.width * head.hidden_bytes) if part.num_exchanges else Amount(),
     )
 
 
 def _backward(head: Head, cast: Amount) -> tuple[Moment, ...]:
     """Return its moments: gradients are there, those of gathered weights `cast`; then what comes before the head."""
-    # Numbers of gradients are of the whole weight: what tensor parallelism leaves of them is worked out elsewhere.
-    numel = head.words * head.width if head.trained else 0
-    first = Moment(held=head.before.saved + cast, gradients=numel)
+    # Elements of the whole weight: `memory._fresh` divides by tp.
+    numel = head.vocab_size * head.width if head.trained else 0
+    first = Moment(resident=head.before.saved + cast, gradients=numel)
     return first, *(replace(moment, gradients=moment.gradients + numel) for moment in head.before.backward)

@@ -66,8 +66,8 @@ def _frozen_product(tape: Tape, x: Value, elements: Amount, matmul: Matmul, nume
 
 def _adapters(tape: Tape, x: Value, elements: Amount, matmul: Matmul) -> Value:
     """Two thin products one after the other, then the scale; each keeps its input."""
-    down = replace(matmul, columns=tape.rank, cut="inner" if matmul.cut == "inner" else "none")
-    up = replace(matmul, inner=tape.rank, cut="columns" if matmul.cut == "columns" else "none")
+    down = replace(matmul, columns=tape.rank, split="inner" if matmul.split == "inner" else "none")
+    up = replace(matmul, inner=tape.rank, split="columns" if matmul.split == "columns" else "none")
     thin = Amount(whole=matmul.rows * tape.rank)
     inside = _product(tape, x, thin, down, tape.rank * matmul.inner)
     return scale_by_number(tape, _product(tape, inside, elements, up, tape.rank * matmul.columns))
@@ -103,7 +103,7 @@ def multiply(tape: Tape, a: Value, b: Value) -> Value:
 
 
 def multiply_rows(tape: Tape, x: Value, rows: Value) -> Value:
-    """Product with one number for each row, both kept; that number's gradient is summed from a whole product."""
+    """Product with one number for each row, both kept; that number's gradient is summed from a full product."""
     width = max(x.width, rows.width)
     temporaries = x.elements * (width if x.width == width else 2 * width)
     return tape.apply([x, rows], x.elements, width, saved=[x.storage, rows.storage], temporaries=temporaries)
@@ -130,7 +130,7 @@ def scale(tape: Tape, x: Value, factor: Storage | None, width: int) -> Value:
 
 
 def depend(tape: Tape, x: Value, other: Value, *, keeps: bool) -> Value:
-    """Return x; whoever reads it outside the part hands `other` its gradient too, and `keeps` it or not."""
+    """Return x; a reader outside the part passes its gradient to `other` too, and `keeps` it or not."""
     saved = [other.storage] if keeps else []
     return tape.apply([x, other], x.elements, x.width, saved=saved, place=x.storage, free=True, passes_on=FIRST)
 
@@ -258,7 +258,7 @@ def attend(tape: Tape, q: Value, k: Value, v: Value, attention: AttentionWork, *
 
 
 def embed(tape: Tape, elements: Amount, numel: int, indices: Storage | None = None) -> Value:
-    """Rows of a table by index, which is kept (None: it belongs to the batch); the gradient is a whole table."""
+    """Rows of a table by index, which is kept (None: part of the batch); the gradient is as large as the table."""
     return tape.apply([], elements, tape.weight_width, saved=[indices], numel=0 if tape.frozen else numel)
 
 

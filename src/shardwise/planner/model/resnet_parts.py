@@ -112,7 +112,7 @@ def resnet_shape(
 
 
 def _blocks(num_blocks: tuple[int, ...], side: int, *, bottleneck: bool) -> Iterator[tuple[str, ResidualShape, int]]:
-    """Yield the first block of each stage, then one that stands for all the others of it."""
+    """Yield the first block of each stage, then one that represents all its others."""
     channels = WIDTHS[0]
     for stage, (width, number) in enumerate(zip(WIDTHS, num_blocks, strict=True)):
         out_side = side if stage == 0 else _half(side)

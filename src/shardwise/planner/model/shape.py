@@ -1,4 +1,4 @@
-"""What planning must know of a model: its parts in order, each with weights, work, and what it holds in memory."""
+"""What planning must know of a model: its parts in order, each with weights, work, and memory footprint."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True, kw_only=True)
 class Amount:
-    """Bytes that grow with the samples of a micro-batch, in terms that tensor parallelism cuts or leaves alone."""
+    """Bytes that grow with the samples of a micro-batch, in terms that tensor parallelism splits or replicates."""
 
     fixed: float = 0.0
     """Whatever the micro-batch."""
     whole: float = 0.0
-    """Per sample, and all of it on every rank of a tensor-parallel group."""
+    """Per sample, replicated on every rank of a tensor-parallel group."""
     stream: float = 0.0
-    """Per sample; whole, but cut along the sequence where the plan has sequence parallelism."""
-    cut: float = 0.0
-    """Per sample, cut over the tensor-parallel group."""
+    """Per sample, the residual stream: replicated, or split along the sequence under sequence parallelism."""
+    split: float = 0.0
+    """Per sample, split over the tensor-parallel group."""
 
     def at(self, samples: int, *, tp: int = 1, sequence_parallel: bool = False) -> float:
         """Return the bytes on one rank."""
         stream = self.stream / tp if sequence_parallel else self.stream
-        return self.fixed + samples * (self.whole + stream + self.cut / tp)
+        return self.fixed + samples * (self.whole + stream + self.split / tp)
 
     def __add__(self, other: Amount) -> Amount:
         return Amount(
             fixed=self.fixed + other.fixed,
             whole=self.whole + other.whole,
             stream=self.stream + other.stream,
-            cut=self.cut + other.cut,
+            split=self.split + other.split,
         )
 
     def __mul__(self, factor: float) -> Amount:
         return Amount(
-            fixed=self.fixed * factor, whole=self.whole * factor, stream=self.stream * factor, cut=self.cut * factor
+            fixed=self.fixed * factor, whole=self.whole * factor, stream=self.stream * factor, split=self.split * factor
         )
 
 
@@ -53,13 +53,13 @@ class Weight:
     rows: int
     """Its first dimension, along which ranks shard it; 1 for a scalar."""
     numel: int
-    cut: bool = False
-    """Whether tensor parallelism cuts it."""
+    split: bool = False
+    """Whether tensor parallelism splits it."""
     cast: bool = True
     """Whether it is cast to the compute dtype for use; norms' weights, for one, are not."""
     trained: bool = True
     narrow: bool = False
-    """Whether it is held in the compute dtype, whatever the plan holds others in: frozen ones of a model in bf16."""
+    """Whether it is stored in the compute dtype, whatever the plan's: frozen ones of a model in bf16."""
     tied: bool = False
     """Whether another part has it too (a head tied to the embedding): one tensor where both are on one rank."""
 
@@ -70,7 +70,7 @@ class Weight:
             return ()
         return (
             Weight(name=f"{self.name}.lora_a", rows=rank, numel=rank * columns),
-            Weight(name=f"{self.name}.lora_b", rows=self.rows, numel=rank * self.rows, cut=self.cut),
+            Weight(name=f"{self.name}.lora_b", rows=self.rows, numel=rank * self.rows, split=self.split),
         )
 
 
@@ -82,8 +82,8 @@ class Matmul:
     """Per sample."""
     inner: int
     columns: int
-    cut: Literal["none", "inner", "columns"] = "none"
-    """Which dimension tensor parallelism cuts."""
+    split: Literal["none", "inner", "columns"] = "none"
+    """Which dimension tensor parallelism splits."""
     count: int = 1
     trained: bool = True
     """Whether its weight gets a gradient; a frozen one costs backward a product less."""
@@ -102,9 +102,9 @@ class AttentionWork:
     kv_heads: int
     head_width: int
     queries: int
-    """Tokens that ask, per sample."""
+    """Query tokens per sample."""
     keys: int
-    """Tokens that are asked."""
+    """Key tokens per sample."""
     causal: bool = True
     count: int = 1
 
@@ -125,7 +125,7 @@ class Work:
     """Bytes that all other operators read and write, forward."""
     moved_backward: Amount = field(default_factory=Amount)
     kernels: int = 0
-    """Operators started, forward; each costs a launch."""
+    """Operators launched, forward."""
     kernels_backward: int = 0
 
     @property
@@ -138,8 +138,8 @@ class Work:
 class Moment:
     """One moment of a part's backward pass."""
 
-    held: Amount
-    """What the part holds then: what is left of its saved activations, temporaries, gradients of activations."""
+    resident: Amount
+    """What is resident then: the rest of its saved activations, temporaries, gradients of activations."""
     gradients: float = 0.0
     """Numbers (not bytes) of its weights' gradients made so far; tensor parallelism leaves 1/tp of them."""
     on_gpu: bool = False
@@ -148,16 +148,16 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """What a part holds under one recompute policy, without its weights and whatever was there before it."""
+    """Memory of a part under one recompute policy, without its weights and what was resident before it."""
 
     saved: Amount
     """After its forward pass: everything kept for backward, and its output."""
     forward: Amount
-    """At the highest moment of its forward pass."""
+    """At the peak of its forward pass."""
     forward_on_gpu: Amount
     """The same where libraries take their workspaces from the device."""
     backward: tuple[Moment, ...]
-    """The moments of its backward pass that can be the highest, each with all it holds then (`saved` included)."""
+    """The moments of its backward pass that can be the peak, each with all that is resident then (`saved` included)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ class Part:
     footprints: Mapping[Recompute, Footprint]
     """Parts outside the blocks are never recomputed: theirs are equal."""
     output: Amount
-    """What it hands to the next part, and what a pipeline sends there."""
+    """Its output, which a pipeline sends to the next stage."""
     tp_exchanged: Amount = field(default_factory=Amount)
     """Bytes of activations that tensor parallelism sums over its group in one forward pass; as many in backward."""
     num_exchanges: int = 0
@@ -191,17 +191,17 @@ class Part:
 class Head:
     """The last matrix product, whose logits a fused loss makes chunk by chunk, and what comes before it."""
 
-    words: int
+    vocab_size: int
     width: int
     rows: int
     """Tokens per sample whose logits the loss reads."""
     hidden_bytes: int
-    """Bytes of a number that the head is given."""
-    cut: bool = False
-    """Whether tensor parallelism cuts it by words."""
+    """Bytes per element of the head's input."""
+    split: bool = False
+    """Whether tensor parallelism splits it along the vocabulary."""
     trained: bool = True
     before: Footprint
-    """What the last part holds without head and loss."""
+    """The footprint of the last part without head and loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,9 +218,9 @@ class ModelShape:
     tokens_per_sample: int | None = None
     """None where samples are not sequences."""
     tp_degrees: tuple[int, ...] = (1,)
-    """Tensor-parallel degrees that cut it evenly."""
+    """Tensor-parallel degrees that split it evenly."""
     cp_degrees: tuple[int, ...] = (1,)
-    """Context-parallel degrees that cut its sequences and heads evenly, where it can run on slices at all."""
+    """Context-parallel degrees that split its sequences and heads evenly, where it supports them at all."""
     head: Head | None = None
     """None where its loss cannot be fused."""
     stages: bool = True
@@ -239,12 +239,12 @@ class ModelShape:
 
     @cached_property
     def heads(self) -> int:
-        """Attention heads that ranks may share: what all its attentions have in common; 0 without attention."""
+        """Attention heads that ranks may split: the common divisor of its attentions; 0 without attention."""
         return math.gcd(*(item.heads for part in self.parts for item in part.work.attentions))
 
     @cached_property
     def num_blocks(self) -> int:
-        """Blocks at which it can be cut."""
+        """Blocks at which it can be split."""
         return sum(part.count for part in self.parts if part.kind == "block")
 
     @cached_property

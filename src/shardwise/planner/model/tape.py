@@ -75,7 +75,7 @@ class Node:
     """Which of them get the gradient that came in: the same bytes, or a view of them."""
     saves: bool = False
     saved: tuple[Storage, ...] | None = ()
-    """None: forgotten by recompute, to be made again."""
+    """None: dropped by activation checkpointing, to be recomputed."""
     temporaries: Amount = NOTHING
     numel: int = 0
     """Of the weights whose gradient it makes."""
@@ -88,7 +88,7 @@ class Node:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether backward comes here: not to what lives outside the part, nor to what has no gradient."""
+        """Whether backward reaches it: not what lives outside the part, nor what has no gradient."""
         return bool(self.inputs or self.numel)
 
 
@@ -157,7 +157,7 @@ class Tape:
 
     def note(self) -> None:
         """Remember this moment."""
-        self.moments.append(Moment(held=self.live, gradients=self.gradients))
+        self.moments.append(Moment(resident=self.live, gradients=self.gradients))
 
     def outside(self, elements: Amount, width: int, *, wants_gradient: bool = True) -> Value:
         """Return a tensor that lives outside the part, such as its input."""
@@ -276,7 +276,7 @@ class Tape:
         return made
 
     def _accumulate(self, gradients: Gradients, key: tuple[int, int], gradient: Storage) -> None:
-        """Add to what came before: in place, unless that is a view or somebody else still reads it."""
+        """Add to what came before: in place, unless that is a view or something else still reads it."""
         before = gradients.get(key)
         if before is not None:
             self._count(1, 1, (before.size, before.size, gradient.size))
@@ -331,16 +331,16 @@ class Describer:
         for policy in policies if kind == "block" else policies[-1:]:
             tape = self._tape(self.lora if kind == "block" else 0, policy)
             footprints[policy], output = _run(tape, forward, given)
-        held = list(weights)
+        resident = list(weights)
         if self.lora:
-            held = [replace(weight, trained=False) for weight in weights]
+            resident = [replace(weight, trained=False) for weight in weights]
         if self.lora and kind == "block":
-            held += [adapter for weight in weights for adapter in weight.adapters(self.lora)]
+            resident += [adapter for weight in weights for adapter in weight.adapters(self.lora)]
         return Part(
             name=name,
             kind=kind,
             count=count,
-            weights=tuple(held),
+            weights=tuple(resident),
             work=tape.work,
             footprints={policy: footprints.get(policy, footprints["none"]) for policy in policies},
             output=output,
@@ -349,7 +349,7 @@ class Describer:
         )
 
     def footprint(self, forward: Callable[[Tape, Value], Value], given: Callable[[Tape], Value]) -> Footprint:
-        """Return what operators outside the blocks hold."""
+        """Return the footprint of operators outside the blocks."""
         return _run(self._tape(0, "none"), forward, given)[0]
 
     def _tape(self, rank: int, policy: Recompute) -> Tape:
@@ -359,10 +359,10 @@ class Describer:
 def _run(
     tape: Tape, forward: Callable[[Tape, Value], Value], given: Callable[[Tape], Value]
 ) -> tuple[Footprint, Amount]:
-    """Run a part forward and backward; returns what it held, and the bytes it handed on."""
+    """Run a part forward and backward; return its footprint and the bytes of its output."""
     x = given(tape)
     output = forward(tape, x)
-    saved, highest = tape.live, max(tape.moments, key=lambda moment: moment.held.at(1)).held
+    saved, highest = tape.live, max(tape.moments, key=lambda moment: moment.resident.at(1)).resident
     tape.moments = []
     output = replace(output, storage=None)  # whoever read it has run backward before
     tape.backward(output, partial(forward, tape, x))
@@ -388,8 +388,8 @@ def _undominated(moments: list[Moment]) -> tuple[Moment, ...]:
 def _exceeds(one: Moment, other: Moment) -> bool:
     return (
         one.gradients >= other.gradients
-        and one.held.fixed >= other.held.fixed
-        and one.held.whole >= other.held.whole
-        and one.held.stream >= other.held.stream
-        and one.held.cut >= other.held.cut
+        and one.resident.fixed >= other.resident.fixed
+        and one.resident.whole >= other.resident.whole
+        and one.resident.stream >= other.resident.stream
+        and one.resident.split >= other.resident.split
     )

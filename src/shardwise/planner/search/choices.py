@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.layout import Layout
 from shardwise.planner.cost.events import pipeline_floor
 from shardwise.planner.cost.stage_costs import context_exchange, numel_of, tensor_exchange
-from shardwise.planner.cost.stages import Turns, even_stages
+from shardwise.planner.cost.stages import PipelineShape, even_stages
 from shardwise.plans.pipeline import SCHEDULES, stages_per_rank
 from shardwise.plans.plan import Offload, Pipeline, Plan
 from shardwise.units import ELEMENT_BYTES
@@ -27,11 +28,11 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOADS = (("none", "none"), ("none", "cpu"), ("cpu", "cpu"))
 """(parameters, optimizer)."""
 LEAST_TOKENS = 4096
-"""Of a sample that a rank keeps where ranks share its tokens: shorter ones are shared out whole (judgement)."""
+"""Tokens of a sample that each context-parallel rank keeps at least (judgement)."""
 
 
 class ChoiceGroup(NamedTuple):
-    """What sets compute and bubbles; plans of a group differ in what is cut over readers."""
+    """What determines compute and bubbles; plans of a group differ in what data-parallel ranks shard."""
 
     pp: int
     cp: int
@@ -45,7 +46,7 @@ class ChoiceGroup(NamedTuple):
 
 
 class PlanVariant(NamedTuple):
-    """How readers share what they hold, and whether logits are never held whole."""
+    """What data-parallel ranks shard and offload, and whether the loss is fused."""
 
     shard: int
     zero: int
@@ -61,8 +62,8 @@ def divisors(number: int) -> list[int]:
 
 
 def groups(shape: ModelShape, world_size: int, devices_per_node: int, batch_size: int) -> Iterator[ChoiceGroup]:
-    """Yield every group whose readers divide the batch; tensor parallelism stays inside a node."""
-    for pp, cp, tp in _cuts(shape, world_size, devices_per_node):
+    """Yield every group whose data-parallel ranks divide the batch; tensor parallelism stays inside a node."""
+    for pp, cp, tp in _model_degrees(shape, world_size, devices_per_node):
         tokens = shape.tokens_per_sample
         sequence_parallel = tp > 1 and tokens is not None and tokens // cp % tp == 0
         dp = world_size // tp // pp // cp
@@ -75,8 +76,8 @@ def groups(shape: ModelShape, world_size: int, devices_per_node: int, batch_size
                     yield ChoiceGroup(pp, cp, tp, dp, micro_batch, number, recompute, schedule, sequence_parallel)
 
 
-def _cuts(shape: ModelShape, world_size: int, devices_per_node: int) -> Iterator[tuple[int, int, int]]:
-    """Yield degrees of (pp, cp, tp) that cut the model; stages and slices are not cut together."""
+def _model_degrees(shape: ModelShape, world_size: int, devices_per_node: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the degrees of (pp, cp, tp); pp and cp are not combined."""
     for tp in shape.tp_degrees:
         if world_size % tp or devices_per_node % tp:
             continue
@@ -89,7 +90,7 @@ def _cuts(shape: ModelShape, world_size: int, devices_per_node: int) -> Iterator
 
 
 def slices(shape: ModelShape) -> list[int]:
-    """Return the degrees above 1 by which the tokens of a sample may be cut: each slice stays long."""
+    """Return the context-parallel degrees above 1 that leave each rank at least LEAST_TOKENS."""
     tokens = shape.tokens_per_sample or 0
     return [cp for cp in shape.cp_degrees if cp > 1 and tokens // cp >= LEAST_TOKENS]
 
@@ -107,7 +108,7 @@ def _schedules(shape: ModelShape, pp: int, number: int, recompute: Recompute) ->
 
 
 def variants(group: ChoiceGroup) -> Iterator[PlanVariant]:
-    """Yield how a group's readers may share, without offload and with gradients summed once."""
+    """Yield what data-parallel ranks may shard, without offload and with gradients reduced once."""
     yield PlanVariant(1, 0)
     for shard in divisors(group.dp):
         if shard * group.cp == 1:
@@ -120,7 +121,7 @@ def variants(group: ChoiceGroup) -> Iterator[PlanVariant]:
 
 
 def leaner(group: ChoiceGroup, variant: PlanVariant, *, offload: bool, fuses: bool = False) -> Iterator[PlanVariant]:
-    """Yield forms of a variant that need less memory and more time, the quickest first.
+    """Yield forms of a variant that need less memory and more time, the fastest first.
 
     `fuses` says that the loss may be fused, which takes hardly any time.
     """
@@ -135,7 +136,7 @@ def leaner(group: ChoiceGroup, variant: PlanVariant, *, offload: bool, fuses: bo
 
 
 def make_plan(base: Plan, group: ChoiceGroup, variant: PlanVariant) -> Plan:
-    """Return the plan of a choice; all it does not say is as in `base`."""
+    """Return the plan of a choice; other fields are those of `base`."""
     fields: dict[str, Any] = {
         "layout": Layout(
             pp=group.pp, replicate=group.dp // variant.shard, shard=variant.shard, cp=group.cp, tp=group.tp
@@ -158,15 +159,15 @@ def make_plan(base: Plan, group: ChoiceGroup, variant: PlanVariant) -> Plan:
 
 FAMILIES: dict[str, str] = {
     "ddp": "everything whole on every device",
-    "zero1": "optimizer states cut",
+    "zero1": "optimizer states sharded",
     "zero2": "and gradients",
     "zero3": "and parameters (fsdp)",
-    "hsdp": "cut inside groups, whole across them",
-    "cp": "tokens of a sample cut",
-    "tp": "matrices cut",
+    "hsdp": "sharded inside groups, replicated across them",
+    "cp": "tokens of a sample split",
+    "tp": "matrices split",
     "pp": "layers in stages",
-    "3d": "stages of cut matrices",
-    "offload": "states wait on the host",
+    "3d": "stages of split matrices",
+    "offload": "states offloaded to the host",
 }
 """Name -> what it does, the simplest first."""
 
@@ -177,27 +178,36 @@ _SCHEDULE_ORDER = tuple(SCHEDULES)
 
 def family_of(plan: Plan) -> str:
     """Return the family of a plan."""
-    layout = plan.layout
-    if plan.offload.optimizer != "none" or plan.offload.parameters != "none":
+    offload = (plan.offload.parameters, plan.offload.optimizer)
+    return _family(plan.layout, plan.layout.dp, PlanVariant(plan.layout.shard, plan.zero, offload=offload))
+
+
+def group_family(group: ChoiceGroup, variant: PlanVariant) -> str:
+    """Return the family of a plan that is not made yet."""
+    return _family(group, group.dp, variant)
+
+
+def _family(degrees: Layout | ChoiceGroup, dp: int, variant: PlanVariant) -> str:
+    if variant.offload != ("none", "none"):
         return "offload"
-    if layout.cp > 1:
+    if degrees.cp > 1:
         return "cp"
-    if layout.pp > 1:
-        return "3d" if layout.tp > 1 else "pp"
-    if layout.tp > 1:
+    if degrees.pp > 1:
+        return "3d" if degrees.tp > 1 else "pp"
+    if degrees.tp > 1:
         return "tp"
-    if layout.shard == 1:
+    if variant.shard == 1:
         return "ddp"
-    return "hsdp" if layout.replicate > 1 else f"zero{plan.zero}"
+    return "hsdp" if variant.shard < dp else f"zero{variant.zero}"
 
 
-def cuts_model(plan: Plan) -> bool:
-    """Whether matrices, layers or sequences are cut, beyond samples and states."""
+def splits_model(plan: Plan) -> bool:
+    """Whether matrices, layers or sequences are split, beyond samples and states."""
     return plan.layout.pp > 1 or plan.layout.tp > 1 or plan.layout.cp > 1
 
 
 def simplicity(plan: Plan) -> tuple[int, ...]:
-    """Return what sorts plans from simple to involved; different plans differ in it."""
+    """Return a sort key from simple to complex; different plans differ in it."""
     layout = plan.layout
     return (
         _ORDER[family_of(plan)],
@@ -216,7 +226,7 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
     )
 
 
-# Floors: what a plan needs at least, in memory and time, found in microseconds, so that few need a prediction.
+# Lower bounds of memory and time, computed in microseconds, so that few plans need a prediction.
 
 
 class Floors:
@@ -225,17 +235,17 @@ class Floors:
     def __init__(self, question: Question, time: TimeModel) -> None:
         self._model = question.model
         self._time = time
-        self._held = ELEMENT_BYTES[question.precision.parameter]
-        self._used = ELEMENT_BYTES[question.precision.compute]
-        self._reduced = ELEMENT_BYTES[question.precision.reduce]
+        self._parameter_bytes = ELEMENT_BYTES[question.precision.parameter]
+        self._compute_bytes = ELEMENT_BYTES[question.precision.compute]
+        self._reduce_bytes = ELEMENT_BYTES[question.precision.reduce]
         self._states = question.optimizer.states * ELEMENT_BYTES[question.precision.optimizer]
         self._numels: dict[tuple[int, int], tuple[float, float, float]] = {}
-        self._cuts: dict[tuple[object, ...], tuple[StageParts, ...]] = {}
+        self._stages_known: dict[tuple[object, ...], tuple[StageParts, ...]] = {}
         self._saved: dict[tuple[object, ...], float] = {}
         self._busy: dict[tuple[object, ...], float] = {}
 
     def seconds(self, group: ChoiceGroup) -> float:
-        """Return seconds that no plan of a group goes below: its compute, exchanges of cut matrices, and bubbles."""
+        """Return seconds that no plan of a group goes below: its compute, tensor-parallel exchanges, and bubbles."""
         return min(self._seconds(self._shape(group, gathered=gathered), group) for gathered in (False, True))
 
     def _shape(self, group: ChoiceGroup, *, gathered: bool) -> ModelShape:
@@ -255,9 +265,9 @@ class Floors:
 
     def _stages(self, shape: ModelShape, group: ChoiceGroup) -> tuple[StageParts, ...]:
         key = (id(shape), group.pp, SCHEDULES[group.schedule].placement)
-        if key not in self._cuts:
-            self._cuts[key] = even_stages(shape, group.pp, group.schedule)
-        return self._cuts[key]
+        if key not in self._stages_known:
+            self._stages_known[key] = even_stages(shape, group.pp, group.schedule)
+        return self._stages_known[key]
 
     def _part_seconds(self, part: Part, shape: ModelShape, group: ChoiceGroup) -> float:
         key = (id(part), group.tp, group.micro_batch, group.recompute, group.sequence_parallel)
@@ -288,26 +298,26 @@ class Floors:
 
         Stages are taken as equal: the fullest is no smaller.
         """
-        cuts, shard = variant.zero >= 2, variant.shard * group.cp
-        shape = self._shape(group, gathered=cuts)
+        is_sharded, shard = variant.zero >= 2, variant.shard * group.cp
+        shape = self._shape(group, gathered=is_sharded)
         numel, trained, narrow = (total / group.pp for total in self._numel(shape, group.tp))
-        cut = shard if cuts else 1
-        held = self._held * numel - (self._held - self._used) * narrow
-        parameters = 0.0 if variant.offload[0] != "none" else held / cut
+        shards = shard if is_sharded else 1
+        stored = self._parameter_bytes * numel - (self._parameter_bytes - self._compute_bytes) * narrow
+        parameters = 0.0 if variant.offload[0] != "none" else stored / shards
         states = self._states * trained / (shard if variant.zero else 1)
         if variant.offload[1] != "none":
             states = 0.0
-        gradients = self._held * trained / cut if variant.offload[0] == "none" else 0.0
+        gradients = self._parameter_bytes * trained / shards if variant.offload[0] == "none" else 0.0
         # Between micro-batches gradients stay, whole unless each is summed; DDP's buckets stay always.
         stay = 0.0
-        if group.accumulation > 1 or (not cuts and group.pp == group.tp == 1 and group.dp * group.cp > 1):
-            whole = cuts and variant.gradient_sync == "last" and group.accumulation > 1
-            stay = self._reduced * trained if whole else gradients
-        gathered = self._used * numel if variant.zero == 2 else 0.0
+        if group.accumulation > 1 or (not is_sharded and group.pp == group.tp == 1 and group.dp * group.cp > 1):
+            whole = is_sharded and variant.gradient_sync == "last" and group.accumulation > 1
+            stay = self._reduce_bytes * trained if whole else gradients
+        gathered = self._compute_bytes * numel if variant.zero == 2 else 0.0
         return parameters + states + max(gradients, stay + gathered + self._activations(shape, group))
 
     def _numel(self, shape: ModelShape, tp: int) -> tuple[float, float, float]:
-        """Return parameters of all stages on ranks of a tensor-parallel group, those trained, those held narrow."""
+        """Return parameters on ranks of a tensor-parallel group: all, trained, stored in the compute dtype."""
         key = (id(shape), tp)
         if key not in self._numels:
             layout = Layout(tp=tp)
@@ -316,28 +326,23 @@ class Floors:
             self._numels[key] = (
                 sum(part.count * numel_of(part, layout) for part in shape.parts),
                 sum(part.count * numel_of(part, layout, trained=True) for part in shape.parts),
-                sum(count * weight.numel / (tp if weight.cut else 1) for count, weight in narrow),
+                sum(count * weight.numel / (tp if weight.split else 1) for count, weight in narrow),
             )
         return self._numels[key]
 
     def _activations(self, shape: ModelShape, group: ChoiceGroup) -> float:
-        """Return what blocks keep of the micro-batches that the first rank has under way."""
+        """Return the activations of blocks for the micro-batches that the first rank has in flight."""
         key = (id(shape), group.pp, group.tp, group.micro_batch, group.recompute, group.sequence_parallel)
         if key not in self._saved:
-            kept = [
-                (
-                    part.count,
-                    part.footprints[group.recompute].saved.at(
-                        group.micro_batch, tp=group.tp, sequence_parallel=group.sequence_parallel
-                    ),
-                )
-                for part in shape.parts
-                if part.kind == "block"
-            ]
+            every, smallest = 0.0, math.inf
+            for part in shape.parts:
+                if part.kind == "block":
+                    saved = part.footprints[group.recompute].saved
+                    size = saved.at(group.micro_batch, tp=group.tp, sequence_parallel=group.sequence_parallel)
+                    every, smallest = every + part.count * size, min(smallest, size)
             blocks = shape.num_blocks // group.pp
-            whole = sum(count * size for count, size in kept)
-            least = blocks * min((size for _, size in kept), default=0.0)
-            self._saved[key] = whole if group.pp == 1 else least
+            least = blocks * smallest if blocks else 0.0
+            self._saved[key] = every if group.pp == 1 else least
         chunks = stages_per_rank(group.schedule, group.pp)
-        turns = Turns(group.pp, group.schedule, group.accumulation, chunks)
-        return self._saved[key] * sum(turns.in_flight(0, chunk) for chunk in range(chunks)) / chunks
+        actions = PipelineShape(group.pp, group.schedule, group.accumulation, chunks)
+        return self._saved[key] * sum(actions.in_flight(0, chunk) for chunk in range(chunks)) / chunks

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.layout import Layout
 from shardwise.planner.cost.deepspeed import deepspeed_memory, deepspeed_time
-from shardwise.planner.cost.time import TimeModel
 from shardwise.planner.search.choices import divisors
 from shardwise.planner.search.explain import over_the_host_limit, over_the_limit
 from shardwise.planner.search.search import FAMILY_TIE, TIE, Candidate, refused_by_rule
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from typing import Literal
 
     from shardwise.planner.cost.memory import Memory
+    from shardwise.planner.cost.time import TimeModel
     from shardwise.planner.search.search import Answer, Question
 
 
@@ -38,13 +38,13 @@ _SPECS = {
     "deepspeed zero3 offload": _Spec(3, optimizer="cpu"),
     "deepspeed infinity": _Spec(3, parameters="cpu", optimizer="cpu"),
 }
-"""Name -> what it says, the simplest first."""
+"""Name -> its settings, the simplest first."""
 _DTYPES = {"fp32", "bf16", "fp16"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroForm:
-    """One way to train with DeepSpeed: the quickest of its plans that fit, or what stands in its way."""
+    """One way to train with DeepSpeed: the fastest of its plans that fit, or why there is none."""
 
     name: str
     best: Candidate | None
@@ -55,20 +55,20 @@ class ZeroForm:
 
     @property
     def offloads(self) -> bool:
-        """Whether something waits on the host."""
+        """Whether it offloads to the host."""
         return _SPECS[self.name].optimizer != "none"
 
 
 def deepspeed_forms(question: Question) -> tuple[ZeroForm, ...]:
     """Return DeepSpeed's forms on the question's cluster, the simplest first; all ranks share or none does."""
-    times = TimeModel(question.cluster, question.calibration, optimizer=question.optimizer)
+    times = question.time_model()
     return tuple(_form(question, times, name, spec) for name, spec in _SPECS.items())
 
 
 def choose_form(forms: Sequence[ZeroForm]) -> ZeroForm | None:
-    """Return the quickest form, or of those the model cannot tell from it the simplest; None where none fits.
+    """Return the fastest form, or the simplest of those within model error; None where none fits.
 
-    What waits on the host is taken only where nothing else fits, as with the native plans.
+    Offload is taken only where nothing else fits, as with the native plans.
     """
     fits = [form for form in forms if form.best is not None]
     kept = [form for form in fits if not form.offloads] or fits
@@ -89,21 +89,21 @@ def form_reason(form: ZeroForm, chosen: ZeroForm | None) -> str:
         return f"not needed: {chosen.name} fits without it; {host} on the host for each device"
     change = _seconds(form) / _seconds(chosen) - 1
     if change < 0.005:
-        return f"{max(0.0, -change):.0%} quicker, less than the model can tell, and more involved"
+        return f"{max(0.0, -change):.0%} faster, within model error, and less simple"
     return f"{change:.0%} slower"
 
 
 def beside_native(form: ZeroForm, answer: Answer) -> str:
-    """Return one sentence: what the engine costs or saves beside the best native plan."""
+    """Return one sentence: what the engine costs or saves compared with the best native plan."""
     if form.best is None or answer.best is None:
         return "no native plan fits" if answer.best is None else form.refusal
     mine, native = form.best, answer.best
     change = mine.time.seconds / native.time.seconds - 1
-    words = "as quick as"
+    text = "as fast as"
     if abs(change) >= TIE:
-        words = f"{abs(change):.0%} {'slower' if change > 0 else 'quicker'} than"
+        text = f"{abs(change):.0%} {'slower' if change > 0 else 'faster'} than"
     return (
-        f"{format_seconds(mine.time.seconds)} a step in {format_gb(mine.memory.total)}, {words} native {native.family}"
+        f"{format_seconds(mine.time.seconds)} a step in {format_gb(mine.memory.total)}, {text} native {native.family}"
         f" ({format_seconds(native.time.seconds)}, {format_gb(native.memory.total)})"
     )
 
@@ -122,24 +122,24 @@ def _form(question: Question, times: TimeModel, name: str, spec: _Spec) -> ZeroF
         memory = deepspeed_memory(shape, plan, optimizer=question.optimizer, context=question.context)
         if least is None or memory.total < least.total:
             least = memory
-        if memory.total > question.room or memory.host > question.host_room:
+        if not question.has_capacity(memory):
             continue
         time = deepspeed_time(times, shape, plan)
         if best is None or time.seconds < best.time.seconds * (1 - TIE):
             best = Candidate(plan=plan, memory=memory, time=time)
     if best is not None or least is None:
         return ZeroForm(name=name, best=best, refusal="" if best is not None else refusal)
-    exceeds = over_the_limit if least.total > question.room else over_the_host_limit
+    exceeds = over_the_limit if least.total > question.capacity else over_the_host_limit
     return ZeroForm(name=name, best=None, refusal=exceeds(least, question), memory=least)
 
 
 def _refusal(question: Question, spec: _Spec) -> str:
-    """Say what stands in a form's way before memory does."""
+    """Return why a form has no plan, whatever its memory."""
     devices = question.cluster.num_devices
     if question.precision.compute not in _DTYPES:
         return f"DeepSpeed does not compute in {question.precision.compute}"
     if devices == 1 and spec.stage and spec.optimizer == "none":
-        return "one device has no other to share with"
+        return "one device has no other to shard over"
     if devices == 1 and spec == (3, "none", "cpu"):
         return "on one device the same as deepspeed zero2 offload"
     if question.batch_size % devices:

@@ -1,4 +1,4 @@
-"""Why this plan: reasons in words with numbers, the way through the decision tree, and what to change to fit."""
+"""Why this plan: reasons with numbers, the path through the decision tree, and what to change to fit."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.hardware.machine import Cluster
-from shardwise.planner.cost.memory import predict_memory
-from shardwise.planner.cost.time import TimeModel
 from shardwise.planner.search.choices import LEAST_TOKENS, divisors, slices
 from shardwise.planner.search.search import FILL, HOST_FILL, Candidate, Rejected, anything_fits, refused_by_rule
 from shardwise.plans.pipeline import SCHEDULES
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 LONG = ("activations", "logits and loss")
 """What grows with the length of samples."""
 LARGEST = 65_536
-"""Devices up to which a cluster is looked for."""
+"""Largest cluster that is tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +35,16 @@ class Fork:
 
 
 def capacity_text(question: Question) -> str:
-    """Return what a device has, and what of it may be used."""
+    """Return a device's memory, and the part of it that a plan may use."""
     device = question.cluster.device
     return f"{device.name} has {format_gb(device.memory_bytes)}, of which {FILL:.0%} may be used"
 
 
 def over_the_limit(memory: Memory, question: Question) -> str:
-    """Return what a plan needs beside what it may use of a device, and how that limit comes to be."""
+    """Return what a plan needs, the limit of a device, and how that limit is computed."""
     device = question.cluster.device
     return (
-        f"needs {format_gb(memory.total)}, a plan may use {format_gb(question.room)}"
+        f"needs {format_gb(memory.total)}, a plan may use {format_gb(question.capacity)}"
         f" ({FILL:.0%} of the device's {format_gb(device.memory_bytes)})"
     )
 
@@ -55,7 +53,8 @@ def over_the_host_limit(memory: Memory, question: Question) -> str:
     """Return the same of a device's share of its node's host memory."""
     node = question.cluster.node
     return (
-        f"needs {format_gb(memory.host)} of host memory for each device, a plan may use {format_gb(question.host_room)}"
+        f"needs {format_gb(memory.host)} of host memory for each device,"
+        f" a plan may use {format_gb(question.host_capacity)}"
         f" ({HOST_FILL:.0%} of a device's share of the node's {format_gb(node.host_memory_bytes)})"
     )
 
@@ -69,12 +68,12 @@ def reason(answer: Answer, family: str) -> str:
         return "chosen"
     change = entry.time.seconds / best.time.seconds - 1 if best is not None else 0.0
     if best is None or change < 0.005:
-        return f"{max(0.0, -change):.0%} quicker, less than the model can tell, and more involved"
+        return f"{max(0.0, -change):.0%} faster, within model error, and less simple"
     return f"{change:.0%} slower: {_difference(entry, best)}"
 
 
 def _difference(entry: Candidate, best: Candidate) -> str:
-    """Name the part of the step that costs a candidate most beside the chosen plan."""
+    """Name the part of the step that costs a candidate most compared with the chosen plan."""
     names = {*entry.time.parts, *best.time.parts}
     per_part = {name: entry.time.parts.get(name, 0.0) - best.time.parts.get(name, 0.0) for name in names}
     worst = max(sorted(per_part), key=lambda name: per_part[name])
@@ -95,17 +94,17 @@ def _rejection(answer: Answer, entry: Rejected) -> str:
 
 
 def _impossible(family: str, question: Question) -> str:
-    """Say what stands in a family's way before memory does."""
+    """Return why a family has no plan, whatever its memory."""
     shape, world = question.model.plain, question.cluster.num_devices
     if world == 1:
-        return "one device has no other to share with"
+        return "one device has no other to shard over"
     if family in {"hsdp", "3d"} and world < 4:
-        return f"{world} devices are too few to cut two ways"
+        return f"{world} devices are too few for two kinds of parallelism"
     if family == "cp" and not _cp_degrees(question):
         return _unsliced(shape)
     if family in {"tp", "3d"} and not _tensor_degrees(question):
         known = ", ".join(str(degree) for degree in shape.tp_degrees if degree > 1)
-        return f"it is cut evenly by {known} only" if known else "its matrices are not known to be cut evenly"
+        return f"it splits evenly by {known} only" if known else "its matrices are not known to split evenly"
     if family in {"pp", "3d"} and (not shape.stages or shape.num_blocks < 2):
         return "it has no list of blocks to split into stages, or uses on one side of it what it registers on the other"
     return _uneven(question)
@@ -117,51 +116,51 @@ def _tensor_degrees(question: Question) -> list[int]:
 
 
 def _cp_degrees(question: Question, tp: int = 1) -> list[int]:
-    """Return the degrees by which sequences may be cut beside so many cuts of matrices, which share the heads."""
+    """Return the context-parallel degrees that are possible with `tp`, since both split the heads."""
     shape, devices = question.model.plain, question.cluster.num_devices // tp
     return [cp for cp in slices(shape) if devices % cp == 0 and shape.heads % (cp * tp) == 0]
 
 
 def _unsliced(shape: ModelShape) -> str:
-    """Say why the tokens of a sample are not shared by ranks."""
+    """Return why context parallelism is not possible."""
     tokens = shape.tokens_per_sample
     if max(shape.cp_degrees) == 1 or tokens is None:
-        return "it is not known to run on slices of its sequences"
+        return "it is not known to support context parallelism"
     if tokens < 2 * LEAST_TOKENS:
-        return f"samples of {tokens} tokens are too short to cut: a slice keeps {LEAST_TOKENS}"
+        return f"samples of {tokens} tokens are too short to split: a rank keeps at least {LEAST_TOKENS}"
     known = ", ".join(str(degree) for degree in shape.cp_degrees if degree > 1)
-    return f"its heads and tokens are cut evenly by {known} only"
+    return f"its heads and tokens split evenly by {known} only"
 
 
 def _uneven(question: Question) -> str:
     if question.batch_size < question.cluster.num_devices:
         return f"a batch of {question.batch_size} has fewer samples than there are devices"
-    return f"no cut of {question.cluster.num_devices} devices divides a batch of {question.batch_size}"
+    return f"no layout of {question.cluster.num_devices} devices divides a batch of {question.batch_size}"
 
 
 class _Way(NamedTuple):
-    """One way to lower a peak: whether it is open, what it lowers by what share, and its name."""
+    """One way to lower a peak: whether it applies, what it lowers by what fraction, and its text."""
 
     is_open: bool
     lowers: tuple[str, ...]
     share: float
-    words: str
+    text: str
 
 
 def savings(plan: Plan, memory: Memory, question: Question) -> list[str]:
-    """Return what would lower the peak of a plan, in words with bytes, the most first."""
+    """Return what would lower the peak of a plan, with bytes, the most first."""
     found = [
         (way.share * sum(memory.at_peak.get(name, 0.0) for name in way.lowers), way) for way in _ways(plan, question)
     ]
-    worth = [(saved, way.words) for saved, way in found if way.is_open and saved > 0.05 * memory.total]
+    worth = [(saved, way.text) for saved, way in found if way.is_open and saved > 0.05 * memory.total]
     if not worth and question.model.plain.tokens_per_sample:
         saved = 0.5 * sum(memory.at_peak.get(name, 0.0) for name in LONG)
         worth = [(saved, "halve the length")] if saved > 0.05 * memory.total else []
-    return [f"{words} (-{format_gb(saved)})" for saved, words in sorted(worth, key=lambda way: -way[0])]
+    return [f"{text} (-{format_gb(saved)})" for saved, text in sorted(worth, key=lambda way: -way[0])]
 
 
 def _ways(plan: Plan, question: Question) -> list[_Way]:
-    """Return what a plan could do to need less."""
+    """Return what a plan could change to need less."""
     shape, apart = question.model.plain, 1 - 1 / plan.layout.folded.dp
     whole, states, waits = 1 - 1 / max(1, shape.num_blocks), ("optimizer states",), plan.gradient_sync == "last"
     cp = max(_cp_degrees(question, plan.layout.tp), default=1)
@@ -180,12 +179,12 @@ def _ways(plan: Plan, question: Question) -> list[_Way]:
         _Way(plan.recompute != "full", ("activations",), 0.7, "recompute blocks in backward"),
         _Way(plan.micro_batch > 1, ("activations",), 1 - 1 / plan.micro_batch, "use micro-batches of 1"),
         _Way(shape.head is not None and not plan.fused_loss, LONG[1:], 0.6, "fuse the loss with the head"),
-        _Way(plan.layout.cp == plan.layout.pp == 1, LONG, 1 - 1 / cp, f"cut sequences by cp {cp}"),
+        _Way(plan.layout.cp == plan.layout.pp == 1, LONG, 1 - 1 / cp, f"split sequences by cp {cp}"),
     ]
 
 
 def decision_path(answer: Answer) -> list[Fork]:
-    """Return the way through the guide's tree, and what the numbers say at its end."""
+    """Return the path through the guide's decision tree, and the choice by predicted time at its end."""
     question, best, whole = answer.question, answer.best, answer.families["ddp"]
     device = question.cluster.device
     fits = isinstance(whole, Candidate)
@@ -214,40 +213,42 @@ def decision_path(answer: Answer) -> list[Fork]:
 
 
 def _slicing(answer: Answer, best: Candidate) -> list[Fork]:
-    """Say why the tokens of a sample are cut, where they are."""
+    """Return why context parallelism was chosen, where it was."""
     question, cp, tokens = answer.question, best.plan.layout.cp, answer.question.model.plain.tokens_per_sample
     if cp == 1 or tokens is None:
         return []
     whole, devices = answer.families["zero3"].memory, question.cluster.num_devices
-    if whole is not None and whole.total > question.room:
-        because = f"whole ones take {format_gb(whole.total)} under zero3, slices {format_gb(best.memory.total)}"
+    if whole is not None and whole.total > question.capacity:
+        because = f"whole ones take {format_gb(whole.total)} under zero3, split ones {format_gb(best.memory.total)}"
     elif question.batch_size < devices:
         because = f"{question.batch_size} samples keep {devices} devices busy only if they share them"
     else:
-        because = "slices leave room for less recompute"
-    return [Fork(question="Are samples cut?", answer=f"into {cp} slices of {tokens // cp} tokens", because=because)]
+        because = "shorter sequences need less recompute"
+    return [
+        Fork(question="Are sequences split?", answer=f"over {cp} ranks, {tokens // cp} tokens each", because=because)
+    ]
 
 
 def _verdict(answer: Answer, best: Candidate) -> str:
-    """Say what the chosen plan is beside the quickest other one, and beside ddp where that fits."""
+    """Compare the chosen plan with the fastest other family, and with ddp where that fits."""
     others = [entry for entry in answer.families.values() if isinstance(entry, Candidate) and entry.plan != best.plan]
     if not others:
         return "there is nothing to share" if best.plan.layout.world_size == 1 else "nothing else can be used"
     near = min(others, key=lambda entry: entry.time.seconds)
     change = near.time.seconds / best.time.seconds - 1
-    words = f"{change:.0%} quicker than the next family, {near.family}"
+    text = f"{change:.0%} faster than the next family, {near.family}"
     if 0 <= change < 0.005:
-        words = f"as quick as {near.family}"
+        text = f"as fast as {near.family}"
     if change < 0:
-        words = f"{near.family} would be {-change:.1%} quicker, less than the model can tell, and is more involved"
+        text = f"{near.family} would be {-change:.1%} faster, within model error, and is less simple"
     whole = answer.families["ddp"]
     if isinstance(whole, Candidate) and whole.plan not in (best.plan, near.plan):
-        words += f"; ddp is {whole.time.seconds / best.time.seconds - 1:.0%} slower"
-    return words
+        text += f"; ddp is {whole.time.seconds / best.time.seconds - 1:.0%} slower"
+    return text
 
 
 def smallest_cluster(question: Question, batch_size: int | None = None) -> tuple[Cluster, str] | None:
-    """Return the fewest devices of this kind that hold the model, None when no number up to LARGEST does.
+    """Return the smallest cluster of these devices on which the model fits, None where none up to LARGEST does.
 
     `batch_size` None lets the batch grow with the devices, where it is not the user's.
     """
@@ -266,7 +267,7 @@ def smallest_cluster(question: Question, batch_size: int | None = None) -> tuple
     return None
 
 
-# What options that the search leaves alone would take off the chosen plan's step.
+# What options that the search does not change would take off the chosen plan's step.
 
 
 ROUND = 25
@@ -290,7 +291,7 @@ def capture_gain(answer: Answer) -> float:
 
 
 def rounds_gain(answer: Answer) -> float:
-    """Return what replicas that meet every ROUND steps only would take off, which changes numbers; 0 where refused."""
+    """Return what syncing replicas only every ROUND steps would take off, which changes numbers; 0 where refused."""
     best = answer.best
     if best is None or best.plan.layout.replicate == 1:
         return 0.0
@@ -306,9 +307,6 @@ def _gain(answer: Answer, **changes: Any) -> float:
     plan = dataclasses.replace(best.plan, **changes)
     if refused_by_rule(question, plan):
         return 0.0
-    shape = question.model.for_plan(plan)
-    memory = predict_memory(shape, plan, optimizer=question.optimizer, context=question.context)
-    if memory.total > question.room:
+    if question.memory_of(plan).total > question.capacity:
         return 0.0
-    times = TimeModel(question.cluster, question.calibration, optimizer=question.optimizer)
-    return 1 - times.predict(shape, plan).seconds / best.time.seconds
+    return 1 - question.time_model().predict(question.model.for_plan(plan), plan).seconds / best.time.seconds

@@ -75,18 +75,18 @@ def answer_data(answer: Answer, forms: Sequence[ZeroForm] = (), *, every: bool =
 
 
 def _form(form: ZeroForm, chosen: ZeroForm | None) -> dict[str, Any]:
-    words = {"fits": form.best is not None, "reason": form_reason(form, chosen)}
+    text = {"fits": form.best is not None, "reason": form_reason(form, chosen)}
     if form.best is not None:
-        return words | {name: part for name, part in _candidate(form.best).items() if name != "family"}
-    return words | ({"memory": _memory(form.memory)} if form.memory else {})
+        return text | {name: part for name, part in _candidate(form.best).items() if name != "family"}
+    return text | ({"memory": _memory(form.memory)} if form.memory else {})
 
 
 def _entry(answer: Answer, family: str, entry: Candidate | Rejected) -> dict[str, Any]:
-    words = {"reason": reason(answer, family)}
+    text = {"reason": reason(answer, family)}
     if isinstance(entry, Candidate):
-        return {"fits": True, **words, **_candidate(entry)}
+        return {"fits": True, **text, **_candidate(entry)}
     needs = {"plan": _plan(entry.plan)} if entry.plan else {}
-    return {"fits": False, **words, **needs, **({"memory": _memory(entry.memory)} if entry.memory else {})}
+    return {"fits": False, **text, **needs, **({"memory": _memory(entry.memory)} if entry.memory else {})}
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def _cells(candidate: Candidate) -> list[str]:
 
 
 def _best_lines(answer: Answer, best: Candidate) -> list[str]:
-    """Return memory and time of the chosen plan by part, and what the figures stand on."""
+    """Return memory and time of the chosen plan by part, and what the figures are based on."""
     memory, time = best.memory, best.time
     fused = " · loss fused with the head" if best.plan.fused_loss else ""
     at_peak = {**memory.at_peak, "allocator and context": memory.total - memory.peak}
@@ -308,7 +308,7 @@ def _memory_bars(answer: Answer, top: float) -> tuple[list[str], float]:
     colour = {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}
     most = max([limit, *(min(entry.memory.total, 2 * limit) for _, entry in rows if entry.memory)])
     scale = (WIDTH - LEFT - RIGHT) / (1.05 * most)
-    shapes = [_text(20, top - 14, f"Memory of a device at its highest moment, by part (GB; {limit / 1e9:.0f} there)")]
+    shapes = [_text(20, top - 14, f"Peak memory of a device by part (GB; the device has {limit / 1e9:.0f})")]
     legend, top = _legend(colour, top)
     for row, (family, entry) in enumerate(rows):
         memory, y = entry.memory, top + row * ROW
@@ -342,7 +342,7 @@ def _names(rows: Iterable[tuple[str, object]]) -> list[str]:
 
 
 def _legend(colour: dict[str, str], top: float) -> tuple[list[str], float]:
-    """Return names beside their colours, and where they end."""
+    """Return the legend of colours, and where it ends."""
     shapes, x, y = [], 20.0, top
     for name, shade in colour.items():
         wide = 30 + 6.6 * len(name)
@@ -369,8 +369,8 @@ def _timeline(spans: Sequence[Span], top: float) -> tuple[list[str], float]:
         wide = max(0.4, (span.end - span.start) * scale - 0.3)
         shapes.append(_rect((LEFT + span.start * scale, y), (wide, ROW - 6), COLOURS[kinds.get(word, 9)], tip))
     bottom = top + len(streams) * ROW + 16
-    words = {"forward": 0, "backward": 1, "gather": 2, "reduce, sum": 3, "update": 5, "collect": 6}
-    legend, bottom = _legend({word: COLOURS[place] for word, place in words.items()}, bottom)
+    text = {"forward": 0, "backward": 1, "gather": 2, "reduce, sum": 3, "update": 5, "collect": 6}
+    legend, bottom = _legend({word: COLOURS[place] for word, place in text.items()}, bottom)
     return [*shapes, *legend], bottom
 
 
@@ -394,5 +394,5 @@ def _rect(corner: tuple[float, float], size: tuple[float, float], colour: str, t
     )
 
 
-def _text(x: float, y: float, words: str, *, kind: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}"{f" class={kind!r}" if kind else ""}>{escape(words)}</text>'
+def _text(x: float, y: float, text: str, *, kind: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}"{f" class={kind!r}" if kind else ""}>{escape(text)}</text>'

@@ -1,4 +1,10 @@
-"""The search: every plan that fits, predicted only as far as it can still win; best of each family."""
+"""The search: the best plan of each family, and the best of all.
+
+The idea: plans come in groups that share compute and bubbles. Groups are visited in the order of a lower bound of
+their time (`choices.Floors`), and a group whose bound is above the best time of its family is skipped; so is a plan
+whose lower bound of memory exceeds the device, and a larger micro-batch than one that did not fit. The invariant: the
+result is that of predicting every plan (`exhaustive`, compared by a test).
+"""
 
 from __future__ import annotations
 
@@ -13,12 +19,13 @@ from shardwise.planner.search.choices import (
     ChoiceGroup,
     Floors,
     PlanVariant,
-    cuts_model,
     family_of,
+    group_family,
     groups,
     leaner,
     make_plan,
     simplicity,
+    splits_model,
     variants,
 )
 from shardwise.plans.plan import Plan, Precision
@@ -33,27 +40,27 @@ if TYPE_CHECKING:
     from shardwise.planner.model.forms import Model
 
 FILL = 0.95
-"""Of a device's memory, what a plan may need: the rest is for what other processes and unlucky moments take."""
+"""Of a device's memory, what a plan may need; the rest is for other processes and fragmentation."""
 HOST_FILL = 0.9
 """The same of a node's host memory, which the system and the data loaders use too."""
 TIE = 0.01
-"""Plans of one family nearer than this in time are equal to the model, so the simpler wins."""
+"""Plans of one family nearer than this in time are equal within model error, so the simpler wins."""
 FAMILY_TIE = 0.05
-"""The same between families that share samples and states: most errors of the model are common to them."""
+"""The same between families of data parallelism and ZeRO: most errors of the model are common to them."""
 STRUCTURE_TIE = 0.1
-"""The same between those and families that cut the model: bubbles and exchanges have errors of their own, and a cut
-model asks more of its users."""
+"""The same between those and families that split the model: bubbles and exchanges have errors of their own, and a
+split model asks more of its users."""
 
 
 LOGIT_BYTES = 10
 """Of one logit and what a loss makes of it, in bf16 and fp32."""
 LOGIT_SHARE = 0.02
-"""Of a device's memory, what logits may take before a fused loss is looked at."""
+"""Of a device's memory, what logits may take before a fused loss is tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is to be planned."""
+    """What to plan: a model, a cluster, a batch."""
 
     model: Model
     cluster: Cluster
@@ -71,14 +78,26 @@ class Question:
         return self.calibration.context_bytes.value
 
     @property
-    def room(self) -> float:
+    def capacity(self) -> float:
         """Bytes that a plan may need on each device."""
         return FILL * self.cluster.device.memory_bytes
 
     @property
-    def host_room(self) -> float:
+    def host_capacity(self) -> float:
         """Bytes that a rank may need on its host."""
         return HOST_FILL * self.cluster.node.host_memory_bytes / self.cluster.devices_per_node
+
+    def has_capacity(self, memory: Memory) -> bool:
+        """Whether device and host have what a plan needs."""
+        return memory.total <= self.capacity and memory.host <= self.host_capacity
+
+    def memory_of(self, plan: Plan) -> Memory:
+        """Return the predicted memory of a plan."""
+        return predict_memory(self.model.for_plan(plan), plan, optimizer=self.optimizer, context=self.context)
+
+    def time_model(self) -> TimeModel:
+        """Return what predicts the time of plans."""
+        return TimeModel(self.cluster, self.calibration, optimizer=self.optimizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +154,7 @@ class _Search:
     def __init__(self, question: Question, *, exhaustive: bool) -> None:
         self.question = question
         self._exhaustive = exhaustive
-        self._time = TimeModel(question.cluster, question.calibration, optimizer=question.optimizer)
+        self._time = question.time_model()
         self._floors = Floors(question, self._time)
         self._base = Plan(precision=question.precision)
         self._found: dict[str, list[Candidate]] = {family: [] for family in FAMILIES}
@@ -166,31 +185,24 @@ class _Search:
             num_plans=self._num_plans,
         )
 
-    def leanest(self) -> list[ChoiceGroup]:
-        """Return the groups that need least memory, those that cut least first."""
+    def least_memory_groups(self) -> list[ChoiceGroup]:
+        """Return the groups that need least memory, those that split the model least first."""
         small = [group for _, group in self._ordered() if group.micro_batch == 1 and group.recompute == "full"]
         return sorted(small, key=lambda group: (group.pp, group.tp, group.cp, group.schedule))
 
     def fits(self, group: ChoiceGroup, variant: PlanVariant) -> bool:
         """Whether a plan's memory suffices."""
-        if self._floors.memory(group, variant) > self.question.room:
+        if self._floors.memory(group, variant) > self.question.capacity:
             return False
         plan = make_plan(self._base, group, variant)
-        memory = predict_memory(
-            self.question.model.for_plan(plan), plan, optimizer=self.question.optimizer, context=self.question.context
-        )
-        if memory.total > self.question.room or memory.host > self.question.host_room:
-            return False
-        return not refused_by_rule(self.question, plan)
+        memory = self.question.memory_of(plan)
+        return self.question.has_capacity(memory) and not refused_by_rule(self.question, plan)
 
     def _ordered(self) -> list[tuple[float, ChoiceGroup]]:
-        """Return all groups, those that could be quickest first."""
+        """Return all groups, those that could be fastest first."""
         question = self.question
         found = groups(
-            question.model.plain,
-            question.cluster.num_devices,
-            question.cluster.devices_per_node,
-            question.batch_size,
+            question.model.plain, question.cluster.num_devices, question.cluster.devices_per_node, question.batch_size
         )
         return sorted((self._floors.seconds(group), group) for group in found)
 
@@ -203,7 +215,7 @@ class _Search:
                         break  # a leaner form of a plan that fits is only slower
 
     def _variants(self, group: ChoiceGroup) -> Iterator[PlanVariant]:
-        """Yield the variants of a group; where words are cut, a fused loss also spares the gathering of logits."""
+        """Yield the variants of a group; under tensor parallelism a fused loss also saves the gather of logits."""
         for variant in variants(group):
             yield variant
             if group.tp > 1 and self._fuses(group):
@@ -220,18 +232,18 @@ class _Search:
         head = self.question.model.plain.head
         if head is None:
             return False
-        logits = group.micro_batch * head.rows / group.cp * head.words / group.tp * LOGIT_BYTES
-        return logits > LOGIT_SHARE * self.question.room
+        logits = group.micro_batch * head.rows / group.cp * head.vocab_size / group.tp * LOGIT_BYTES
+        return logits > LOGIT_SHARE * self.question.capacity
 
     def _consider(self, floor: float, group: ChoiceGroup, variant: PlanVariant) -> bool:
-        """Predict a plan as far as needed; returns whether it fits, or would not be looked at further."""
-        family = _family_of(group, variant)
+        """Predict a plan as far as needed; return whether it fits, or is too slow to matter."""
+        family = group_family(group, variant)
         if not self._exhaustive and floor > self._best.get(family, float("inf")) * (1 + TIE):
             return True
         least = self._floors.memory(group, variant)
         if least < self._smallest.get(family, (float("inf"),))[0]:
             self._smallest[family] = (least, group, variant)
-        if least > self.question.room:
+        if least > self.question.capacity:
             return False
         alike = (*group._replace(micro_batch=0, accumulation=min(group.accumulation, 2 * group.pp)), *variant)
         if not self._exhaustive and group.micro_batch >= self._too_much.get(alike, group.micro_batch + 1):
@@ -242,15 +254,14 @@ class _Search:
         return fits
 
     def _predict(self, family: str, plan: Plan) -> bool:
-        question, shape = self.question, self.question.model.for_plan(plan)
-        memory = predict_memory(shape, plan, optimizer=question.optimizer, context=question.context)
-        if memory.total > question.room or memory.host > question.host_room:
+        question, memory = self.question, self.question.memory_of(plan)
+        if not question.has_capacity(memory):
             return False
         refusal = refused_by_rule(question, plan)
         if refusal:
             self._refused.setdefault(family, refusal)
             return False
-        time = self._time.predict(shape, plan)
+        time = self._time.predict(question.model.for_plan(plan), plan)
         self._found[family].append(Candidate(plan=plan, memory=memory, time=time))
         self._best[family] = min(self._best.get(family, float("inf")), time.seconds)
         return True
@@ -265,10 +276,8 @@ class _Search:
             return Rejected(family=family, reason="impossible", detail=self._refused.get(family, ""))
         _, group, variant = self._smallest[family]
         plan = make_plan(self._base, group, variant._replace(fused_loss=variant.fused_loss or self._fuses(group)))
-        memory = predict_memory(
-            self.question.model.for_plan(plan), plan, optimizer=self.question.optimizer, context=self.question.context
-        )
-        fits = memory.total <= self.question.room
+        memory = self.question.memory_of(plan)
+        fits = memory.total <= self.question.capacity
         if fits and family in self._refused:
             return Rejected(family=family, reason="impossible", detail=self._refused[family])
         return Rejected(family=family, reason="host memory" if fits else "memory", plan=plan, memory=memory)
@@ -287,46 +296,39 @@ def anything_fits(question: Question) -> str | None:
     """Return the first family that fits on the cluster, without predicting time; None where nothing does."""
     search = _Search(question, exhaustive=False)
     fuses = question.model.plain.head is not None
-    lean = [(group, variant._replace(fused_loss=fuses)) for group in search.leanest() for variant in variants(group)]
+    lean = [
+        (group, variant._replace(fused_loss=fuses))
+        for group in search.least_memory_groups()
+        for variant in variants(group)
+    ]
     for offload in (False, True):
         for group, variant in lean:
             for form in leaner(group, variant, offload=True) if offload else (variant,):
                 if search.fits(group, form):
-                    return _family_of(group, form)
+                    return group_family(group, form)
     return None
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the quickest candidate, or of those that the model cannot tell from it the simplest; None of none."""
+    """Return the fastest candidate, or the simplest of those within model error; None where there is none."""
     families: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         families.setdefault(candidate.family, []).append(candidate)
     best = [_simplest(found, TIE) for found in families.values()]
-    whole = [candidate for candidate in best if not cuts_model(candidate.plan)]
-    cut = [candidate for candidate in best if cuts_model(candidate.plan)]
-    if whole and cut:
-        least = min(candidate.time.seconds for candidate in cut) * (1 + STRUCTURE_TIE)
-        cut = [] if min(candidate.time.seconds for candidate in whole) <= least else cut
-    kept = cut or whole
-    return _simplest(kept, FAMILY_TIE) if kept else None
+    whole: list[Candidate] = []
+    split: list[Candidate] = []
+    for candidate in best:
+        (split if splits_model(candidate.plan) else whole).append(candidate)
+    if whole and (not split or _least_seconds(whole) <= _least_seconds(split) * (1 + STRUCTURE_TIE)):
+        return _simplest(whole, FAMILY_TIE)
+    return _simplest(split, FAMILY_TIE) if split else None
+
+
+def _least_seconds(candidates: Sequence[Candidate]) -> float:
+    return min(candidate.time.seconds for candidate in candidates)
 
 
 def _simplest(candidates: Sequence[Candidate], tie: float) -> Candidate:
-    limit = min(candidate.time.seconds for candidate in candidates) * (1 + tie)
+    limit = _least_seconds(candidates) * (1 + tie)
     equal = [candidate for candidate in candidates if candidate.time.seconds <= limit]
     return min(equal, key=lambda candidate: simplicity(candidate.plan))
-
-
-def _family_of(group: ChoiceGroup, variant: PlanVariant) -> str:
-    """Return the family of a plan that is not made yet; as `family_of`."""
-    if variant.offload != ("none", "none"):
-        return "offload"
-    if group.cp > 1:
-        return "cp"
-    if group.pp > 1:
-        return "3d" if group.tp > 1 else "pp"
-    if group.tp > 1:
-        return "tp"
-    if variant.shard == 1:
-        return "ddp"
-    return "hsdp" if variant.shard < group.dp else f"zero{variant.zero}"

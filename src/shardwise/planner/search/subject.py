@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model with what else a question needs of its training."""
+    """A model with what else the search needs of its training."""
 
     model: Model
     batch_size: int
@@ -195,7 +195,7 @@ TOKENS = {
 }
 """Beginning of a model's name -> tokens per step; the first that matches."""
 SAMPLES_PER_DEVICE = 32
-"""Where samples are no sequences: Goyal et al. 2017 trained ResNet-50 with 32 images a GPU."""
+"""Where samples are not sequences: Goyal et al. 2017 trained ResNet-50 with 32 images a GPU."""
 FINE_TUNING = 128
 """Samples per step with LoRA: Hu et al. 2021 used 128 for GPT-3."""
 

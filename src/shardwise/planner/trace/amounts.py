@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class State:
-    """What a segment holds at one time."""
+    """What is resident of a segment at one time."""
 
-    held: Amount
+    resident: Amount
     gradients: float
     backward: bool
     on_gpu: bool = False
@@ -30,12 +30,12 @@ def states_of(passes: Sequence[TracedPass], segment: int) -> list[State]:
     few, many = (_entries_of(single, segment) for single in passes)
     made_before = next((entry.gradients for entry in many if entry.backward), 0)
     if len(few) == len(many):
-        held = [_amount(_above(one, few[0]), _above(two, many[0])) for one, two in zip(few, many, strict=True)]
+        resident = [_amount(_above(one, few[0]), _above(two, many[0])) for one, two in zip(few, many, strict=True)]
     else:  # another batch takes another path: all that lives is taken to grow with the batch
-        held = [_per_sample(_above(entry, many[0])) for entry in many]
+        resident = [_per_sample(_above(entry, many[0])) for entry in many]
     return [
         State(amount, entry.gradients - made_before, entry.backward, entry.on_gpu)
-        for amount, entry in zip(held, many, strict=True)
+        for amount, entry in zip(resident, many, strict=True)
     ]
 
 
@@ -44,7 +44,7 @@ def _entries_of(single: TracedPass, segment: int) -> list[LedgerEntry]:
 
 
 def _above(entry: LedgerEntry, base: LedgerEntry) -> tuple[float, float, float]:
-    return tuple(now - before for now, before in zip(entry.held, base.held, strict=True))  # type: ignore[return-value]
+    return tuple(now - before for now, before in zip(entry.resident, base.resident, strict=True))  # type: ignore[return-value]
 
 
 def _amount(few: Sequence[float], many: Sequence[float]) -> Amount:
@@ -52,19 +52,19 @@ def _amount(few: Sequence[float], many: Sequence[float]) -> Amount:
     first, second = SAMPLES
     slopes = [(more - less) / (second - first) for less, more in zip(few, many, strict=True)]
     fixed = sum(less - slope * first for less, slope in zip(few, slopes, strict=True))
-    return Amount(fixed=fixed, whole=slopes[0], stream=slopes[1], cut=slopes[2])
+    return Amount(fixed=fixed, whole=slopes[0], stream=slopes[1], split=slopes[2])
 
 
 def _per_sample(many: Sequence[float]) -> Amount:
-    whole, stream, cut = (amount / SAMPLES[1] for amount in many)
-    return Amount(whole=whole, stream=stream, cut=cut)
+    whole, stream, split = (amount / SAMPLES[1] for amount in many)
+    return Amount(whole=whole, stream=stream, split=split)
 
 
 def footprint_of(states: Sequence[State]) -> Footprint:
-    """Return what a part holds, from its states in order."""
+    """Return the footprint of a part, from its states in order."""
     everywhere = [state for state in states if not state.on_gpu]
-    forward = [state.held for state in everywhere if not state.backward]
-    with_workspace = [state.held for state in states if state.on_gpu and not state.backward]
+    forward = [state.resident for state in everywhere if not state.backward]
+    with_workspace = [state.resident for state in states if state.on_gpu and not state.backward]
     return Footprint(
         saved=forward[-1],
         forward=max(forward, key=_size),
@@ -79,18 +79,18 @@ def _size(amount: Amount) -> float:
 
 
 def _highest(states: Sequence[State]) -> tuple[Moment, ...]:
-    """Keep the states that no other exceeds both in what is held and in gradients made."""
+    """Keep the states that no other exceeds both in resident bytes and in gradients made."""
     kept: list[Moment] = []
     first = next((index for index, state in enumerate(states) if state.gradients), 0)
     if first:
-        # Between the loss and the first gradient the model's own backward begins: one number stands for that.
-        highest = max(range(first), key=lambda index: _size(states[index].held))
-        between = min(states[highest:first], key=lambda state: _size(state.held))
-        states = [*states, State(between.held, 1.0, backward=True)]
-    for state in sorted(states, key=lambda state: (-_size(state.held), -state.gradients)):
+        # Between the loss and the first gradient the model's own backward begins: one element represents that.
+        highest = max(range(first), key=lambda index: _size(states[index].resident))
+        between = min(states[highest:first], key=lambda state: _size(state.resident))
+        states = [*states, State(between.resident, 1.0, backward=True)]
+    for state in sorted(states, key=lambda state: (-_size(state.resident), -state.gradients)):
         if not kept or state.gradients > kept[-1].gradients:
-            kept.append(Moment(held=state.held, gradients=state.gradients))
-    return tuple(kept) or (Moment(held=Amount()),)
+            kept.append(Moment(resident=state.resident, gradients=state.gradients))
+    return tuple(kept) or (Moment(resident=Amount()),)
 
 
 def _on_gpu(states: Sequence[State]) -> tuple[Moment, ...]:

@@ -1,4 +1,10 @@
-"""A ledger of one pass on meta tensors: what lives after each operator, and what work each operator is."""
+"""A ledger of one pass on meta tensors: which bytes are live after each operator, and the work of each operator.
+
+The idea: a TorchDispatchMode sees every operator and weak references see every storage die, so a forward and backward
+on meta tensors gives the timeline of live bytes without allocating any. The invariant: bytes are counted once per
+storage, views are free, and a storage counts as what tensor parallelism does to it (replicated, the residual stream,
+split), derived from the tags of an operator's inputs.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +34,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-Tag = Literal["whole", "stream", "cut", "weight", "cut weight", "gradient"]
+Tag = Literal["whole", "stream", "split", "weight", "split weight", "gradient"]
 """How a storage counts: activations by what tensor parallelism does to them; the others are counted elsewhere."""
 
-_HELD = {"whole": 0, "stream": 1, "cut": 2}
-_WEIGHTS = {"weight", "cut weight"}
+_RESIDENT = {"whole": 0, "stream": 1, "split": 2}
+_WEIGHTS = {"weight", "split weight"}
 _MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 _ATTENTIONS = (
     "aten::_scaled_dot_product_flash_attention",
@@ -47,10 +53,10 @@ class LedgerEntry:
 
     segment: int
     backward: bool
-    held: tuple[float, float, float]
-    """Bytes of activations that are whole, of the stream, and cut."""
+    resident: tuple[float, float, float]
+    """Bytes of activations: replicated, of the residual stream, and split by tensor parallelism."""
     gradients: int
-    """Numbers in the gradients of weights made so far."""
+    """Elements of the gradients made so far."""
     on_gpu: bool = False
     """Whether a workspace is in it that only a GPU's library takes."""
 
@@ -68,7 +74,7 @@ class Tally:
 
 
 class Ledger(TorchDispatchMode):
-    """Writes down every change of what lives, by segment: a stretch of the forward pass and its backward pass."""
+    """Records every change of the live bytes, by segment: a stretch of the forward pass and its backward pass."""
 
     def __init__(self, samples: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -80,7 +86,7 @@ class Ledger(TorchDispatchMode):
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._frozen: set[int] = set()
         """Storages of weights that get no gradient, and of their casts."""
-        self._held = [0.0, 0.0, 0.0]
+        self._resident = [0.0, 0.0, 0.0]
         self._gradients = 0
         self._turned = False
         self._starts = [0]
@@ -95,7 +101,7 @@ class Ledger(TorchDispatchMode):
         return len(self._starts) - 1
 
     def turn_back(self) -> None:
-        """Say that forward is done."""
+        """Mark the end of forward."""
         self.note()
         self._turned = True
 
@@ -107,9 +113,9 @@ class Ledger(TorchDispatchMode):
         self._watch(storage)
         self._count(storage_id(storage), +1)
 
-    def tag_weight(self, weight: Tensor, *, cut: bool) -> None:
-        """Count a tensor as a weight, which tensor parallelism cuts or not."""
-        self.tag(weight, "cut weight" if cut else "weight")
+    def tag_weight(self, weight: Tensor, *, split: bool) -> None:
+        """Count a tensor as a weight, which tensor parallelism splits or not."""
+        self.tag(weight, "split weight" if split else "weight")
         if not weight.requires_grad:
             self._frozen.add(_key(weight))
 
@@ -120,27 +126,27 @@ class Ledger(TorchDispatchMode):
             self.tag(weight.grad, "gradient")
             self.note()
 
-    def held(self) -> tuple[float, float, float]:
-        """Return what lives now."""
-        return (self._held[0], self._held[1], self._held[2])
+    def resident(self) -> tuple[float, float, float]:
+        """Return the live bytes."""
+        return (self._resident[0], self._resident[1], self._resident[2])
 
     def note(self) -> None:
-        """Write down what lives now."""
+        """Record the live bytes."""
         segment, backward = self._place()
-        self.entries.append(LedgerEntry(segment, backward, self.held(), self._gradients))
+        self.entries.append(LedgerEntry(segment, backward, self.resident(), self._gradients))
 
     def _note_workspace(self, num_bytes: float, tag: Tag) -> None:
-        """Write down what lives while an operator has its workspace."""
-        if num_bytes and tag in _HELD:
+        """Record the live bytes while an operator has its workspace."""
+        if num_bytes and tag in _RESIDENT:
             segment, backward = self._place()
-            held = list(self.held())
-            held[_HELD[tag]] += num_bytes
+            resident = list(self.resident())
+            resident[_RESIDENT[tag]] += num_bytes
             self.entries.append(
-                LedgerEntry(segment, backward, (held[0], held[1], held[2]), self._gradients, on_gpu=True)
+                LedgerEntry(segment, backward, (resident[0], resident[1], resident[2]), self._gradients, on_gpu=True)
             )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator, and write down what it made."""
+        """Run one operator, and record its results."""
         name = schema_of(func).name
         args, kwargs = _on_one_device(args, _with_real_places(name, args, kwargs or {}))
         result = func(*args, **kwargs)
@@ -163,18 +169,18 @@ class Ledger(TorchDispatchMode):
     def _tag_of(self, name: str, read: Iterable[Tensor]) -> Tag:
         """How tensor parallelism treats what an operator makes, from what it reads.
 
-        A matrix that is cut makes cut activations of whole ones and whole ones of cut ones, forward and backward.
+        A split matrix makes split activations of replicated ones and the reverse, forward and backward.
         """
         tags = {self._tags.get(_key(tensor), "stream") for tensor in read}
         if tags and tags <= _WEIGHTS:
-            return "cut weight" if "cut weight" in tags else "weight"
+            return "split weight" if "split weight" in tags else "weight"
         activations = tags - _WEIGHTS - {"gradient"}
-        if "cut weight" in tags:
+        if "split weight" in tags:
             if name == "aten::embedding":
                 return "stream"
-            return "stream" if "cut" in activations else "cut"
-        if "cut" in activations:
-            return "cut"
+            return "stream" if "split" in activations else "split"
+        if "split" in activations:
+            return "split"
         return "whole" if "whole" in activations else "stream"
 
     def _add_work(self, call: _OperatorCall, read: list[Tensor], made: list[Tensor], tag: Tag) -> None:
@@ -200,7 +206,7 @@ class Ledger(TorchDispatchMode):
             if not tensor.is_meta:
                 continue
             own = self._tags.get(_key(tensor), "stream")
-            amounts[_HELD.get(own, 0)] += tensor.numel() * tensor.element_size()
+            amounts[_RESIDENT.get(own, 0)] += tensor.numel() * tensor.element_size()
         if backward:
             tally.kernels_backward += 1
         else:
@@ -210,27 +216,27 @@ class Ledger(TorchDispatchMode):
         left = operands[0]
         count = left.shape[0] if left.ndim == 3 else 1
         rows = left.shape[-2]
-        cut_weight = any(self._tags.get(_key(item)) == "cut weight" for item in operands)
-        cut: Literal["none", "inner", "columns"] = "none"
-        if cut_weight:
-            cut = "columns" if tag == "cut" else "inner"
-        elif tag == "cut" and count > 1:
-            cut = "columns"
+        split_weight = any(self._tags.get(_key(item)) == "split weight" for item in operands)
+        split: Literal["none", "inner", "columns"] = "none"
+        if split_weight:
+            split = "columns" if tag == "split" else "inner"
+        elif tag == "split" and count > 1:
+            split = "columns"
         each = max(1, count // self.samples) if count > 1 else 1
         rows = rows if count > 1 else max(1, rows // self.samples)
         trained = not self._is_frozen(operands)
-        return Matmul(rows=rows, inner=left.shape[-1], columns=out.shape[-1], cut=cut, count=each, trained=trained)
+        return Matmul(rows=rows, inner=left.shape[-1], columns=out.shape[-1], split=split, count=each, trained=trained)
 
     def _is_frozen(self, read: Iterable[Tensor]) -> bool:
         """Whether a weight that gets no gradient is among them."""
         return any(_key(tensor) in self._frozen for tensor in read)
 
     def _place(self) -> tuple[int, bool]:
-        """Return the segment at work, and whether it runs backward."""
+        """Return the current segment, and whether it runs backward."""
         if not is_in_backward():
             return len(self._starts) - 1, self._turned
         number = running_sequence_number()
-        if number is None:  # nodes that sum gradients up belong to the segment at work
+        if number is None:  # nodes that sum gradients up belong to the current segment
             return self.entries[-1].segment, True
         return max(0, bisect_right(self._starts, number) - 1), True
 
@@ -241,17 +247,17 @@ class Ledger(TorchDispatchMode):
             self._sizes[key] = storage.nbytes()
 
     def _died(self, key: int, _: object) -> None:
-        held = _HELD.get(self._tags.get(key, "")) is not None
+        resident = _RESIDENT.get(self._tags.get(key, "")) is not None
         self._count(key, -1)
         del self._sizes[key], self._tags[key], self._refs[key]
         self._frozen.discard(key)
-        if held and self._turned:
+        if resident and self._turned:
             self.note()
 
     def _count(self, key: int, sign: int) -> None:
-        place = _HELD.get(self._tags.get(key, ""))
+        place = _RESIDENT.get(self._tags.get(key, ""))
         if place is not None and key in self._sizes:
-            self._held[place] += sign * self._sizes[key]
+            self._resident[place] += sign * self._sizes[key]
 
 
 class _OperatorCall(NamedTuple):
@@ -275,7 +281,7 @@ def _attention(call: _OperatorCall, samples: int) -> AttentionWork:
 
 
 def _with_real_places(name: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Make rows of whole numbers on the host: models look at positions to see what kind of mask they need."""
+    """Make rows of whole numbers on the host: models read positions to choose a kind of mask."""
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
     whole = not dtype.is_floating_point if dtype is not None else all(type(each) is int for each in args)
     is_row = name == "aten::arange" and device is not None and torch.device(device).type == "meta"
@@ -283,9 +289,9 @@ def _with_real_places(name: str, args: Any, kwargs: dict[str, Any]) -> dict[str,
 
 
 def _on_one_device(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Bring real tensors to meta where they meet meta ones.
+    """Move real tensors to meta where an operator mixes them with meta ones.
 
-    A batch stays real until it meets the weights, so that models may look at masks and token ids.
+    A batch stays real until it is used with weights, so that models may read masks and token ids.
     """
     if kwargs.get("device") == torch.device("meta") and isinstance(args[0] if args else None, torch.Tensor):
         kwargs = {**kwargs, "device": args[0].device}  # a copy to where the weights are: stays where it is

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shardwise.plans.plan import DType
 
 SAMPLES = (2, 4)
-"""What grows with the micro-batch is told from what does not by two passes; batch norm needs more than one sample."""
+"""Two passes separate what grows with the micro-batch from what does not; batch norm needs more than one sample."""
 TP_DEGREES = (2, 4, 8, 16, 32, 64)
 
 
@@ -48,7 +48,7 @@ class TracedModel:
     styles: Mapping[str, str]
     tp_degrees: tuple[int, ...]
     narrow: frozenset[str]
-    """Parameters that the job's own model holds in the compute dtype."""
+    """Parameters that the job's own model stores in the compute dtype."""
     samples: Sequence[Any]
 
     @classmethod
@@ -93,10 +93,10 @@ class TracedModel:
         return (self.job.collate or default_collate)(list(self.samples[:samples]))
 
     def tag_weights(self, ledger: Ledger) -> None:
-        """Tell a ledger which tensors are weights, and which of them tensor parallelism cuts."""
-        cut = {name: is_cut(self.model, name, self.styles) for name, _ in self.model.named_parameters()}
+        """Tag the tensors that are weights in a ledger, and those that tensor parallelism splits."""
+        split = {name: is_split(self.model, name, self.styles) for name, _ in self.model.named_parameters()}
         for name, parameter in self.model.named_parameters():
-            ledger.tag_weight(parameter, cut=cut[name])
+            ledger.tag_weight(parameter, split=split[name])
             parameter.grad = None
         for buffer in self.model.buffers():
             ledger.tag(buffer, "weight")
@@ -124,8 +124,8 @@ def _cuts(model: nn.Module, job: Job) -> tuple[Mapping[str, str], tuple[int, ...
     return styles_by_name(model, rules), tuple(degrees)
 
 
-def is_cut(model: nn.Module, parameter: str, styles: Mapping[str, str]) -> bool:
-    """Whether tensor parallelism cuts a parameter."""
+def is_split(model: nn.Module, parameter: str, styles: Mapping[str, str]) -> bool:
+    """Whether tensor parallelism splits a parameter."""
     owner, _, kind = parameter.rpartition(".")
     return split_dim(model.get_submodule(owner), styles.get(owner), kind) is not None
 
@@ -146,7 +146,7 @@ class BlockCall:
 
 @dataclass(frozen=True, kw_only=True)
 class TracedPass:
-    """What one pass wrote down."""
+    """What one pass recorded."""
 
     entries: list[LedgerEntry]
     tallies: list[Tally]
@@ -166,7 +166,7 @@ class ReachedBlock(Exception):  # noqa: N818 - not an error: a forward pass that
 
 
 def run_model(subject: TracedModel, samples: int) -> TracedPass:
-    """Run forward, loss and backward of the whole model, each kind of block once; to where a head raises Reached."""
+    """Run forward, loss and backward of the whole model, each kind of block once; a head may end it by ReachedBlock."""
     ledger, rules = Ledger(samples), subject.rules()
     model, job = subject.model, subject.job
     batch = subject.batch(samples)
@@ -218,13 +218,13 @@ def _to_dtype(leaf: Any, dtype: torch.dtype) -> Any:
 
 
 def _note_gradients(module: nn.Module, ledger: Ledger) -> list[Any]:
-    """Have every trained weight tell when its gradient is made."""
+    """Have every trained weight record when its gradient is made."""
     trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
     return [parameter.register_post_accumulate_grad_hook(ledger.gradient_made) for parameter in trained]
 
 
 def _note_uses(subject: TracedModel, uses: list[tuple[str, int]], ledger: Ledger) -> list[Any]:
-    """Have every module outside the blocks tell when it uses weights; shared ones go by their first name."""
+    """Have every module outside the blocks record when it uses weights; shared ones go by their first name."""
     inside = {id(part) for block in subject.blocks.values() for part in block.modules()}
     names = {id(parameter): name for name, parameter in subject.model.named_parameters()}
 
@@ -355,7 +355,7 @@ def run_block(subject: TracedModel, call: BlockCall, samples: int, policy: Recom
             rules.forget_casts()
             ledger.turn_back()
             edges, outlines = _ends(result)
-            del result  # the next part has let go of it when the gradient comes back
+            del result  # the next part has freed it when the gradient comes back
             gradients = [_empty(outline) for outline in outlines]
             output_bytes = sum(gradient.nbytes for gradient in gradients)
             if edges:  # none where all is frozen, and so is what comes before
@@ -371,7 +371,7 @@ def run_block(subject: TracedModel, call: BlockCall, samples: int, policy: Recom
 
 
 def _ends(result: Any) -> tuple[list[Any], list[_Outline]]:
-    """Return where the gradients of a block's results enter, and what they are like, without holding the results."""
+    """Return where the gradients of a block's results enter, and their shapes, without a reference to the results."""
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
     return [get_gradient_edge(output) for output in outputs], [_outline(output) for output in outputs]
 
