@@ -24,6 +24,8 @@ _HYDRA_PORT = 29_500
 """Hydra shows its ranks nothing that names the job, so every job has the port that torch's tools take by default."""
 MPI_STARTERS = ("openmpi", "pmi")
 """Sources of ranks that mpirun, mpiexec and their like started: Open MPI, or MPICH and Intel MPI."""
+MPI_SOURCES = (*MPI_STARTERS, "mpi")
+"""The same, and MPI itself where no variable names a starter; all give the local rank, none numbers nodes."""
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """SLURM numbers its batch, interactive and extern steps from the top of 32 bits; real steps count from 0."""
 _LOOPBACK = "127.0.0.1"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from shardwise.engines.backends import backend_row, is_own, try_library
 from shardwise.environment import identify
 from shardwise.errors import InputError
 from shardwise.launcher.local.function import run_forked, run_fresh
@@ -51,13 +52,12 @@ def require_backend(backend: str) -> None:
     import torch
 
     from shardwise.dist.backends import choose_backend
-    from shardwise.engines.mpi.types import GROUP_NAME, load_mpi, torch_backend
 
-    if backend == "mpi":
+    if backend_row(backend).starts_by_mpirun:
         find_mpirun()
     choose_backend(backend, torch.device("cpu"))
-    if torch_backend(backend) == GROUP_NAME:
-        run_forked(lambda _: load_mpi().Finalize(), 1, timeout_s=_LOADING_S, extra={"OMPI_MCA_btl": "self"})
+    if is_own(backend):
+        run_forked(lambda _: try_library(backend), 1, timeout_s=_LOADING_S, extra={"OMPI_MCA_btl": "self"})
 
 
 def on_ranks(
@@ -73,6 +73,6 @@ def on_ranks(
     have used CUDA or threads. `fn` is found by its name. The first failing rank's exception is raised here. `starter`
     is a fork parent that serves several calls; without one, one is started. Ranks of backend "mpi" are mpirun's.
     """
-    if backend == "mpi":
+    if backend_row(backend).starts_by_mpirun:
         return run_by_mpirun(partial(fn, *args), nproc)
     return run_fresh(partial(fn, *args), nproc, preload=PRELOAD, starter=starter)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.cli.main import LazyGroup
+from shardwise.engines.backends import backend_row
 from shardwise.errors import LaunchError
 from shardwise.runs.console import complain, say
 
@@ -103,12 +104,13 @@ def _lower(_context: click.Context, _option: click.Parameter, name: str | None) 
 
 
 def _settle_device(context: click.Context, _option: click.Parameter, asked: str | None) -> str | None:
-    if context.params["backend"] != "mpi":
+    backend = backend_row(context.params["backend"])
+    if backend.default_device is None:
         return asked
-    if asked not in (None, "cpu"):
+    if asked not in (None, backend.default_device):
         raise LaunchError(
-            f"--device {asked}, but --backend mpi carries tensors of the CPU alone",
+            f"--device {asked}, but --backend {backend.name} carries tensors of the CPU alone",
             code="world.backend-device-mismatch",
             fix="leave --device out, or use --backend nccl",
         )
-    return "cpu"
+    return backend.default_device

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.cli.bench import place_options, warn_if_busy
+from shardwise.engines.backends import backend_row
 from shardwise.environment import identify
 from shardwise.errors import InputError
 from shardwise.runs.console import CHECK_FAILED, DONE, complain, say
@@ -153,7 +154,7 @@ def _check_start(spec: CommSpec, nproc: int | None) -> int | None:
 
     if identify().world_size > 1:
         return nproc
-    if spec.backend in ("mpi", "ucc"):  # which few machines have
+    if spec.backend is not None and backend_row(spec.backend).is_rare:
         require_backend(spec.backend)
     gpus = len(probe_gpus()) if spec.device != "cpu" else 0
     count = nproc or gpus or 2

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
-from shardwise.engines.mpi.types import GROUP_NAME, shown_backend, torch_backend
-from shardwise.environment import MPI_STARTERS, Identity, identify
-from shardwise.errors import EnvironmentVariablesError, MissingExtraError, WorldError, nearest
+from shardwise.engines.backends import backend_row, is_own, require_available
+from shardwise.environment import MPI_SOURCES, Identity, identify
+from shardwise.errors import EnvironmentVariablesError, WorldError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,26 +18,14 @@ if TYPE_CHECKING:
     import torch
 
 
-_AVAILABLE = {
-    "nccl": dist.is_nccl_available,
-    "gloo": dist.is_gloo_available,
-    "ucc": dist.is_ucc_available,
-}
-_WHERE = {
-    "nccl": "install a CUDA build of torch, or use backend='gloo'",
-    "gloo": "install a torch built with gloo",
-    "ucc": "use a torch built with UCC (USE_UCC=1); no published wheel has it",
-}
-
-
 def choose_backend(asked: str | None, device: torch.device) -> str:
     """Return the backend to start on `device`: the one asked for if it can work, else nccl on CUDA, gloo elsewhere."""
     if asked is None:
         asked = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-    name = shown_backend(asked.lower())
+    name = backend_row(asked).name
     devices = _per_device(name) if ":" in name else dict.fromkeys(_capability(name), name)
     for backend in dict.fromkeys(devices.values()):
-        _check_available(backend)
+        require_available(backend)
     if device.type not in devices:
         raise WorldError(
             f"backend {name!r} moves tensors of {', '.join(devices)} only, and the device is {device}",
@@ -49,8 +36,8 @@ def choose_backend(asked: str | None, device: torch.device) -> str:
 
 
 def default_device(backend: str | None) -> str | None:
-    """Return the device for a world that asks for `backend` and no device: the CPU over mpi; None to look for one."""
-    return "cpu" if backend is not None and shown_backend(backend.lower()) == "mpi" else None
+    """Return the device for a world that asks for `backend` and no device; None to look for one."""
+    return backend_row(backend).default_device
 
 
 def default_timeout_s(backend: str) -> float:
@@ -70,11 +57,11 @@ def _per_device(name: str) -> dict[str, str]:
                 code="world.backend-syntax",
                 fix="write device and backend, such as cpu:gloo,cuda:nccl",
             )
-        if torch_backend(backend) == GROUP_NAME:
+        if is_own(backend):
             raise WorldError(
-                f"backend {name!r} has mpi for {device} alone, which only a torch built with MPI can",
+                f"backend {name!r} has {backend} for {device} alone, which only a torch built with it can",
                 code="world.backend-mpi-partial",
-                fix="use backend='mpi' for the whole world, or cpu:gloo",
+                fix=f"use backend={backend!r} for the whole world, or cpu:gloo",
             )
         if device in devices:
             raise WorldError(
@@ -97,24 +84,15 @@ def _capability(backend: str) -> list[str]:
     registered = {
         name: devices
         for name, devices in dist.Backend.backend_capability.items()
-        if name not in (dist.Backend.FAKE, GROUP_NAME)
+        if name not in {dist.Backend.FAKE, backend_row(name).own_name}
     }
-    if torch_backend(backend) == GROUP_NAME:
+    if is_own(backend):
         return ["cpu"]
     if backend not in registered:
         raise WorldError(
             f"backend {backend!r} does not exist", code="world.unknown-backend", fix=nearest(backend, registered)
         )
     return registered[backend]
-
-
-def _check_available(backend: str) -> None:
-    if torch_backend(backend) == GROUP_NAME and find_spec("mpi4py") is None:
-        raise MissingExtraError.of("backend 'mpi' with this torch", "mpi")
-    if backend in _AVAILABLE and not _AVAILABLE[backend]():
-        raise WorldError(
-            f"the installed torch has no backend {backend!r}", code="world.backend-not-available", fix=_WHERE[backend]
-        )
 
 
 # The identity of this rank: the arguments of the caller, else the variables of a launcher.
@@ -168,7 +146,7 @@ def locate_by_hosts(identity: Identity, hosts: Sequence[str]) -> Identity:
     """
     host = hosts[identity.rank]
     nodes = list(dict.fromkeys(hosts))
-    if identity.source in (*MPI_STARTERS, "mpi") and hosts.count(host) == identity.local_world_size:
+    if identity.source in MPI_SOURCES and hosts.count(host) == identity.local_world_size:
         return replace(identity, node_rank=nodes.index(host), num_nodes=len(nodes))
     if not (identity.source == "arguments" or identity.local_rank_assumed):
         return identity

@@ -16,9 +16,7 @@ from shardwise.dist.backends import choose_backend, default_device, default_time
 from shardwise.dist.rendezvous import Rendezvous, join, parse_rendezvous
 from shardwise.dist.stores import HashStore, PrefixStore
 from shardwise.dist.world import World, running_group
-from shardwise.engines.mpi.group import MpiGroup
-from shardwise.engines.mpi.start import MET_BY_MPI, mpi_runtime
-from shardwise.engines.mpi.types import GROUP_NAME, shown_backend, torch_backend
+from shardwise.engines.backends import backend_row, backend_runtime, torch_name
 from shardwise.environment import Identity, has_own_gpu
 from shardwise.errors import EnvironmentVariablesError, WorldError
 from shardwise.torch_private.distributed import fake_store, timeout_s
@@ -66,12 +64,13 @@ def world(
     chosen = choose_device(default_device(backend) if device is None else device, identity)
     name = choose_backend(backend, chosen)
     limit_s = default_timeout_s(name) if timeout_s is None else float(timeout_s)
-    over_mpi = torch_backend(name) == GROUP_NAME
-    if over_mpi:
-        identity = mpi_runtime().identity(identity)
-    rdzv = find_rendezvous(identity, init_method, store, over_mpi=over_mpi)
-    if over_mpi:
-        store = mpi_runtime().join(identity, limit_s, needs_store=rdzv == MET_BY_MPI) or store
+    runtime = backend_runtime(name)
+    if runtime is None:
+        rdzv = find_rendezvous(identity, init_method, store)
+    else:
+        identity = runtime.identity(identity)
+        rdzv = find_rendezvous(identity, init_method, store, own=runtime.rendezvous)
+        store = runtime.join(identity, limit_s, needs_store=rdzv == runtime.rendezvous) or store
     if isinstance(rdzv, Rendezvous):
         store = join(rdzv, rank=identity.rank, world_size=identity.world_size, timeout_s=limit_s)
     elif store is None:
@@ -99,11 +98,11 @@ def _check_timeout(timeout_s: float | None) -> None:
 
 
 def find_rendezvous(
-    identity: Identity, init_method: str | None, store: Store | None, *, over_mpi: bool = False
+    identity: Identity, init_method: str | None, store: Store | None, *, own: str = ""
 ) -> Rendezvous | str:
     """Return the rendezvous of the ranks; "store" when the caller passed one, "alone" in a world of one rank.
 
-    `over_mpi` there is none: "mpi".
+    `own` is what a backend calls it whose library brings ranks together by itself, such as "mpi".
     """
     if init_method is not None and store is not None:
         raise WorldError(
@@ -120,8 +119,8 @@ def find_rendezvous(
         return "store"
     if rdzv.scheme != "env":
         return rdzv
-    if over_mpi and init_method is None:
-        return MET_BY_MPI
+    if own and init_method is None:
+        return own
     if identity.world_size == 1:
         return "alone"
     if identity.source in ("shardwise", "torchrun", "arguments"):
@@ -145,7 +144,7 @@ def _start_group(
     hosts = [""] * identity.world_size
     try:
         dist.init_process_group(
-            torch_backend(backend),
+            torch_name(backend),
             store=PrefixStore("default_pg", store),
             rank=identity.rank,
             world_size=identity.world_size,
@@ -180,7 +179,7 @@ def adopt_group(*, local_rank: int | None, device: str | torch.device | None, **
     running: dict[str, Any] = {
         "rank": dist.get_rank(),
         "world_size": dist.get_world_size(),
-        "backend": shown_backend(dist.get_backend()),
+        "backend": backend_row(dist.get_backend()).name,
     }
     for name, value in asked.items():
         if value is not None and (name not in running or running[name] != value):
@@ -213,8 +212,9 @@ def _device(group: ProcessGroup) -> torch.device:
 
 
 def _timeout_s(group: ProcessGroup, backend: str, device: torch.device) -> float:
-    if isinstance(group, MpiGroup):
-        return group.limit_s
+    own_s: float | None = getattr(group, "limit_s", None)  # of a process group of ours, which torch knows nothing of
+    if own_s is not None:
+        return own_s
     limit_s = timeout_s(group, device)
     return default_timeout_s(backend) if limit_s is None else limit_s
 

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.dist.stores import HashStore
-from shardwise.engines.mpi.start import mpi_runtime
-from shardwise.engines.mpi.types import GROUP_NAME, torch_backend
+from shardwise.engines.backends import backend_row, backend_runtime, torch_name
 from shardwise.errors import WorldError
 from shardwise.layout import AXES
 
@@ -135,7 +134,7 @@ class World:
 
     @property
     def _host_backend(self) -> str:
-        return torch_backend(self.backend) if self.backend in ("fake", "mpi") else "gloo"
+        return torch_name(self.backend) if backend_row(self.backend).carries_host_values else "gloo"
 
     @cached_property
     def host_group(self) -> ProcessGroup:
@@ -217,8 +216,9 @@ class World:
 
     def _fail(self, error: BaseException) -> None:
         """End the process group as a rank that failed: over MPI, the job ends with it."""
-        if self.created and torch_backend(self.backend) == GROUP_NAME:
-            mpi_runtime().fail(error)
+        runtime = backend_runtime(self.backend) if self.created else None
+        if runtime is not None:
+            runtime.fail(error)
         self._abandon()
 
     def _abandon(self) -> None:

@@ -11,7 +11,7 @@ This module imports no torch, and neither does any module in the table: the laun
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardwise.errors import JobError
 
@@ -25,36 +25,38 @@ if TYPE_CHECKING:
     from shardwise.training.build import BuildContext
     from shardwise.training.step.step import Step
 
+    LossSum = Callable[[Any, Any], Any]
+
 _TABLE = {
-    "torch": "shardwise.engines.torch_engine",
+    "torch": "shardwise.engines.engine",
     "deepspeed": "shardwise.engines.deepspeed.engine",
     "mlx": "shardwise.engines.mlx.engine",
 }
 """The module of each engine, which has it as ENGINE."""
 
 
-class Engine(Protocol):
-    """What trains a model."""
+class Engine:
+    """What trains a model: torch's own wrappers, which are built in; other engines override what they do otherwise."""
 
-    name: ClassVar[str]
+    name: ClassVar[str] = "torch"
     """What plans call it."""
-    title: ClassVar[str]
+    title: ClassVar[str] = "PyTorch"
     """What messages call it."""
-    framework: ClassVar[str]
+    framework: ClassVar[str] = "torch"
     """What its models are written in: the engine of a Job."""
-    uses_fsdp: ClassVar[bool]
+    uses_fsdp: ClassVar[bool] = True
     """Whether it shards parameters, gradients and optimizer states by torch's own wrappers, as DTensors."""
-    replaces_parameters: ClassVar[bool]
+    replaces_parameters: ClassVar[bool] = False
     """Whether hooks and second references of a parameter are lost under every plan."""
-    trains_adapters: ClassVar[bool]
+    trains_adapters: ClassVar[bool] = True
     """Whether Job.lora is for it."""
-    has_keyed_dropout: ClassVar[bool]
+    has_keyed_dropout: ClassVar[bool] = True
     """Whether Job.masks="keyed" is for it."""
-    is_slow_to_start: ClassVar[bool]
+    is_slow_to_start: ClassVar[bool] = False
     """Whether its first step compiles or imports, and so takes much longer than the others."""
-    has_fp64: ClassVar[bool]
+    has_fp64: ClassVar[bool] = True
     """Whether `verify` can compare it in fp64."""
-    has_plain_reference: ClassVar[bool]
+    has_plain_reference: ClassVar[bool] = True
     """Whether `verify` compares it with a loop in plain PyTorch; else with the engine itself in one process."""
 
     def require(self) -> None:
@@ -65,9 +67,13 @@ class Engine(Protocol):
 
     def describe(self) -> str:
         """Return the engine with its version and device, for the start report."""
+        return self.name
 
     def check(self, plan: Plan) -> None:
         """Refuse a plan that it would train wrongly or not at all, naming the rule and the way out."""
+        from shardwise.parallel.support import check_native
+
+        check_native(plan)
 
     def check_world(self, world: World) -> None:
         """Refuse a world on whose device it cannot train."""
@@ -75,28 +81,43 @@ class Engine(Protocol):
     def require_torch_model(self, owner: str, purpose: str, *, fix: str) -> None:
         """Refuse a model that is not torch's, where `purpose` needs one; `owner` names whose model it is."""
 
-    def local_device(self, asked: str | None) -> LocalDevice | None:
+    def local_device(self, asked: str | None) -> LocalDevice | None:  # noqa: ARG002 - for engines that find theirs
         """Return the device to settle a plan for, given --device; None where that is found by looking for GPUs."""
+        return None
 
     def world_device(self, asked: str | None) -> str | None:
         """Return the device that the ranks' world is on, given --device."""
+        return asked
 
     def prepare_rank(self, backend: str | None) -> None:
         """Do what must come before this rank's world of `backend` starts; called on every rank."""
 
     def build(self, job: Job, plan: Plan, world: World, context: BuildContext) -> Step:
         """Make the Step that trains `job` under `plan`; called on every rank, communicates over the world."""
+        from shardwise.training.build import build_torch_step
+
+        return build_torch_step(job, plan, world, context)
 
     def silence_dropout(self, model: Any) -> None:
         """Have dropout layers drop nothing, where their probability is not an attribute that `verify` finds."""
 
     def has_batch_norm(self, model: Any) -> bool:
         """Return whether a module normalizes by statistics of the batch."""
+        from shardwise.torch_private.modules import BatchNormBase
 
-    def observe_loss(
-        self, observe: Callable[[Any], None], loss_sum: Callable[[Any, Any], Any]
-    ) -> Callable[[Any, Any], Any]:
+        return any(isinstance(module, BatchNormBase) for module in model.modules())
+
+    def observe_loss(self, observe: Callable[[Any], None], loss_sum: LossSum) -> LossSum:
         """Return `loss_sum` with a call of `observe` for each batch, whose leaves are tensors."""
+
+        def observed(output: Any, batch: Any) -> Any:
+            observe(batch)
+            return loss_sum(output, batch)
+
+        return observed
+
+
+ENGINE = Engine()
 
 
 def engine_named(name: str) -> Engine:

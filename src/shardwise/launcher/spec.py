@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from shardwise.engines.backends import backend_row
 from shardwise.errors import LaunchError
 from shardwise.launcher.slurm import read_directives
 from shardwise.runs.drift import ReplicaSpec
@@ -81,15 +82,16 @@ class DeviceSpec(Spec, frozen=True, kw_only=True):
         if self.backend is None:
             return
         msgspec.structs.force_setattr(self, "backend", self.backend.lower())
-        if self.backend != "mpi":
+        only = backend_row(self.backend).default_device
+        if only is None:
             return
-        if self.device not in (None, "cpu"):
+        if self.device not in (None, only):
             raise LaunchError(
-                f"--device {self.device}, but --backend mpi carries tensors of the CPU alone",
+                f"--device {self.device}, but --backend {self.backend} carries tensors of the CPU alone",
                 code="world.backend-device-mismatch",
                 fix="leave --device out, or use --backend nccl",
             )
-        msgspec.structs.force_setattr(self, "device", "cpu")
+        msgspec.structs.force_setattr(self, "device", only)
 
 
 class LaunchSpec(Spec, frozen=True, kw_only=True):

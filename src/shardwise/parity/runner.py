@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from shardwise.dist import local_world, world
+from shardwise.engines.backends import backend_row
 from shardwise.engines.engine import engine_named
 from shardwise.errors import InputError, TrainingError
 from shardwise.launcher.local.function import run_forked
@@ -249,8 +250,8 @@ def on_ranks(fn: Callable[[World], T], nproc: int, *, timeout_s: float, backend:
     are silent. This process must not have run tensor operations on several threads before: those threads do not
     survive a fork.
     """
-    if backend == "mpi" and nproc > 1:
-        return run_by_mpirun(lambda: _in_mpi_world(fn, timeout_s), nproc, timeout_s=timeout_s)
+    if backend_row(backend).starts_by_mpirun and nproc > 1:
+        return run_by_mpirun(lambda: _in_own_world(fn, backend, timeout_s), nproc, timeout_s=timeout_s)
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
         folder = Path(name)
 
@@ -267,10 +268,10 @@ def on_ranks(fn: Callable[[World], T], nproc: int, *, timeout_s: float, backend:
             raise
 
 
-def _in_mpi_world(fn: Callable[[World], T], timeout_s: float) -> T:
+def _in_own_world(fn: Callable[[World], T], backend: str, timeout_s: float) -> T:
     """Communicate over a world of its own, called on every rank that mpirun started."""
     torch.set_num_threads(1)  # as forks have it
-    with world(backend="mpi", device="cpu", timeout_s=timeout_s) as here:
+    with world(backend=backend, device="cpu", timeout_s=timeout_s) as here:
         return fn(here)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shardwise.bench.ranks import require_backend
+from shardwise.engines.backends import backend_row
 from shardwise.engines.engine import engine_named
 from shardwise.errors import InputError
 from shardwise.job import Job
@@ -59,8 +60,6 @@ _NOTES = {
     "keyed": "dropout is on: its masks are keyed",
 }
 
-_BACKEND_NOTES = {"mpi": ("plans on several ranks ran over mpi, started by mpirun",)}
-
 
 def verify(job: Job | VerifySpec | str | Path, plans: str | Sequence[str] = "all", **options: Any) -> VerifyReport:
     """Train a job under each plan and in one process, from the same weights and data, and compare every number.
@@ -91,7 +90,7 @@ def verify_job(
     nproc, steps = spec.nproc or NPROC, spec.num_steps
     if spec.resume:
         choose_kills("", steps)  # refuses too few steps
-    if spec.backend == "mpi":
+    if backend_row(spec.backend).is_rare:
         require_backend(spec.backend)
     preload()
     # In a fork: a job file may run tensor operations when it is loaded, and this process must stay able to fork.
@@ -128,7 +127,7 @@ def verify_job(
         steps=steps,
         precision=precision,
         beside="an uninterrupted run" if spec.resume else "one process",
-        notes=(_NOTES[masks], *_BACKEND_NOTES.get(spec.backend, ()), *notes, *_coverage(one, batch_size), *one.remarks),
+        notes=(_NOTES[masks], *_backend_notes(spec.backend), *notes, *_coverage(one, batch_size), *one.remarks),
     )
 
 
@@ -142,6 +141,12 @@ def _coverage(one: Traced, batch_size: int) -> tuple[str, ...]:
     if all(step in shorts for step in range(shorts[0], len(one.rows))):
         return ("no full step followed a short one: state that a short step spoils was not seen",)
     return ()
+
+
+def _backend_notes(backend: str) -> tuple[str, ...]:
+    if not backend_row(backend).starts_by_mpirun:
+        return ()
+    return (f"plans on several ranks ran over {backend}, started by mpirun",)
 
 
 def _check_plans(names: Sequence[str], *, batch_size: int, nproc: int, framework: Framework) -> None:

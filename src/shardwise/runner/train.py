@@ -9,6 +9,7 @@ import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from shardwise.engines.backends import backend_row
 from shardwise.engines.engine import engine_named
 from shardwise.environment import MPI_STARTERS, Identity, identify
 from shardwise.errors import InputError, JobError, LaunchError, ShardwiseError
@@ -159,7 +160,7 @@ def _nodes(spec: TrainSpec) -> NodesSpec | None:
 
 def _is_rank(me: Identity, spec: TrainSpec) -> bool:
     """Return whether this process is a rank already; backend mpi, whose ranks are mpirun's, is refused where not."""
-    if me.world_size > 1 or spec.place.backend != "mpi":
+    if me.world_size > 1 or not backend_row(spec.place.backend).starts_by_mpirun:
         return me.world_size > 1
     if me.source in MPI_STARTERS:
         return True

@@ -9,6 +9,7 @@ pytest.importorskip("mlx.core")
 import mlx.core as mx
 from mlx import nn
 
+from shardwise.engines.engine import engine_named
 from shardwise.engines.mlx import functions
 from shardwise.parity.verify import verify
 
@@ -84,8 +85,6 @@ def test_the_compiled_step_equals_one_process(job, nproc):
 
 
 def test_dropout_of_mlx_is_silenced():
-    from shardwise.engines.mlx.arrays import silence_dropout
-
     layer = nn.Dropout(0.9)
-    silence_dropout(layer)
+    engine_named("mlx").silence_dropout(layer)
     assert mx.array_equal(layer(mx.ones(8)), mx.ones(8))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwise.bench.comm.spec import buffer_bytes
+from shardwise.engines.backends import backend_row
 from shardwise.environment import identify
 from shardwise.errors import HardwareError, InputError
 from shardwise.hardware.cluster import this_machine
@@ -49,7 +50,7 @@ def find_ceiling(world: World, ranks: tuple[int, ...]) -> Ceiling | None:
     Nothing travels in a group of one, and how MPI's messages travel it does not say. The catalogue knows the links of
     GPUs that each have one rank; the others are measured: every rank of the world streams to the next by TCP.
     """
-    if len(ranks) == 1 or world.backend == "mpi":
+    if len(ranks) == 1 or backend_row(world.backend).chooses_transport:
         return None  # MPI takes what its library finds, memory or a fast fabric: plain TCP is no ceiling of it
     if world.backend == "nccl":
         return _listed(world, ranks)

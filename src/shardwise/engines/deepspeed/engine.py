@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardwise.engines.deepspeed.library import preload_deepspeed, require_deepspeed
-from shardwise.engines.torch_engine import TorchEngine
+from shardwise.engines.engine import Engine
 from shardwise.errors import PlanError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardwise.training.step.step import Step
 
 
-class DeepSpeedEngine(TorchEngine):
+class DeepSpeedEngine(Engine):
     """Trains torch modules by `deepspeed.initialize`."""
 
     name = "deepspeed"

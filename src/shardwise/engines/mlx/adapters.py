@@ -1,13 +1,13 @@
-"""The job's losses and optimizers for MLX: what is ready-made is computed by MLX with torch's arithmetic.
+"""The ready-made losses and optimizers for MLX, with torch's arithmetic.
 
-A loss or an optimizer factory that a job brings itself is written for MLX already and stays as it is.
+Losses are registered for MLX's arrays (see `job/losses.py`), optimizer factories adapted; an optimizer factory that a
+job brings itself is written for MLX already and stays as it is.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx import nn, optimizers
@@ -21,57 +21,12 @@ if TYPE_CHECKING:
 
     from mlx.optimizers import Optimizer
 
-    from shardwise.job.loss import Metric
     from shardwise.job.optimizers import OptimizerFactory
 
-M = TypeVar("M", bound="Metric")
 
-
-def adapt_measure(measure: M) -> M:
-    """Return a loss or metric that takes MLX's arrays: ready-made losses by MLX, any other as it is."""
-    return dataclasses.replace(measure, sum=_adapt_sum(measure.sum))
-
-
-def _adapt_sum(loss_sum: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    if isinstance(loss_sum, losses.ReturnedMean):
-        return _ReturnedMean(loss_sum.count)
-    return _SUMS.get(loss_sum, loss_sum)
-
-
-def _class_sum(output: Any, batch: Any) -> Any:
-    return _cross_entropy_sum(output, losses.target_of(batch, "cross_entropy"))
-
-
-def _token_sum(output: Any, batch: Any) -> Any:
-    return _cross_entropy_sum(output, losses.target_of(batch, "token_cross_entropy"))
-
-
-def _label_sum(output: Any, batch: Any) -> Any:
-    return _cross_entropy_sum(losses.logits_of(output), batch["labels"])
-
-
-def _next_label_sum(output: Any, batch: Any) -> Any:
-    return _cross_entropy_sum(*losses.next_labels(output, batch))
-
-
-_SUMS: dict[Callable[[Any, Any], Any], Callable[[Any, Any], Any]] = {
-    losses.cross_entropy.sum: _class_sum,
-    losses.token_cross_entropy.sum: _token_sum,
-    losses.labels.sum: _label_sum,
-    losses.next_token.sum: _next_label_sum,
-}
-"""MLX's form of each ready-made sum that needs one; the others are written in what both kinds of array have."""
-
-
-class _ReturnedMean(losses.ReturnedMean):
-    """The mean that a module of MLX returned, times its count."""
-
-    def finite(self, mean: Any) -> Any:
-        """Return the mean with 0 for NaN."""
-        return mx.nan_to_num(mean)
-
-
-def _cross_entropy_sum(logits: Any, targets: Any) -> Any:
+@losses.class_sum.register(mx.array)
+@losses.token_sum.register(mx.array)
+def cross_entropy_sum(logits: mx.array, targets: mx.array) -> mx.array:
     """Return the sum over all targets that count; logits [..., classes], in fp32 at least, as torch's.
 
     Where nothing is left the sum is 0.
@@ -83,17 +38,22 @@ def _cross_entropy_sum(logits: Any, targets: Any) -> Any:
     return mx.where(counts, found, 0).sum()
 
 
+@losses.finite.register(mx.array)
+def finite(value: mx.array) -> mx.array:
+    """Return an array with 0 for NaN."""
+    return mx.nan_to_num(value)
+
+
 def observe_loss(observe: Callable[[Any], None], loss_sum: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Return `loss_sum` with a call of `observe` for each batch, as tensors; turns compilation off in this process.
 
     A compiled function runs its Python once, so that a call inside it would see one batch of many.
     """
     mx.disable_compile()
-    adapted = _adapt_sum(loss_sum)
 
     def observed(output: Any, batch: Any) -> Any:
         observe(_as_tensors(batch))
-        return adapted(output, batch)
+        return loss_sum(output, batch)
 
     return observed
 

@@ -292,15 +292,3 @@ def _statistics(x: mx.array, real: mx.array, group: mx.distributed.Group | None)
 
 def _inverse_std(spread: mx.array, count: mx.array, eps: float) -> mx.array:
     return mx.rsqrt(spread / mx.maximum(count, 1) + eps)
-
-
-def silence_dropout(model: nn.Module) -> None:
-    """Have every dropout layer drop nothing."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout | nn.Dropout2d | nn.Dropout3d):
-            module._p_1 = 1.0  # noqa: SLF001 - the share that is kept, which MLX has under no other name
-
-
-def has_batch_norm(model: nn.Module) -> bool:
-    """Return whether any module normalizes by statistics of the batch."""
-    return any(isinstance(module, nn.BatchNorm) for module in model.modules())

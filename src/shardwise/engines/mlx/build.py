@@ -9,7 +9,6 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from shardwise.engines.mlx.adapters import adapt_measure
 from shardwise.engines.mlx.arrays import foreign_batch_norms, form_of, share_batch_norms
 from shardwise.engines.mlx.functions import Forward, Gradient, norm_of, sum_over, update_by
 from shardwise.engines.mlx.holding import Trained
@@ -53,7 +52,7 @@ def build_mlx_step(job: Job, plan: Plan, world: World, context: BuildContext) ->
     still: set[str] = set()
     functions = Functions(
         forward=forward,
-        gradient=Gradient(adapt_measure(job.loss), forward, norms, note),
+        gradient=Gradient(job.loss, forward, norms, note),
         total=sum_over(group) if group is not None else None,
         norm=mx.compile(norm_of),
         move=update_by(model, form, optimizer, job.clip_norm, still),

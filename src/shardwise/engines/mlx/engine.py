@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from shardwise.engines.engine import Engine
 from shardwise.errors import InputError, LaunchError, PlanError
 from shardwise.planner.settle import LocalDevice
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from shardwise.dist import World
+    from shardwise.engines.engine import LossSum
     from shardwise.job import Job
     from shardwise.plans import Plan
     from shardwise.training.build import BuildContext
@@ -27,18 +29,16 @@ library stands there unfinished for 10 to 40 ms, and a rank that loads it then d
 _PIP = "pip install 'shardwise[mlx]'"
 
 
-class MlxEngine:
+class MlxEngine(Engine):
     """Trains modules of MLX."""
 
     name = "mlx"
     title = "MLX"
     framework = "mlx"
     uses_fsdp = False
-    replaces_parameters = False
     trains_adapters = False
     has_keyed_dropout = False
     is_slow_to_start = True
-    has_fp64 = True
     has_plain_reference = False
 
     def require(self) -> None:
@@ -54,9 +54,6 @@ class MlxEngine:
             raise InputError(
                 f"engine mlx needs MLX {oldest} or newer, {found} is installed", code="engine.mlx-too-old", fix=_PIP
             )
-
-    def preload(self) -> None:
-        """Import nothing: MLX starts threads, and a fork would lose them."""
 
     def describe(self) -> str:
         """Return MLX's version and what it computes on, such as "mlx 0.32.4 on the CPU"."""
@@ -112,19 +109,19 @@ class MlxEngine:
 
     def silence_dropout(self, model: Any) -> None:
         """Have every dropout layer of MLX drop nothing."""
-        from shardwise.engines.mlx.arrays import silence_dropout
+        from mlx import nn
 
-        silence_dropout(model)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout | nn.Dropout2d | nn.Dropout3d):
+                module._p_1 = 1.0  # noqa: SLF001 - the share that is kept, which MLX has under no other name
 
     def has_batch_norm(self, model: Any) -> bool:
         """Return whether a module normalizes by statistics of the batch."""
-        from shardwise.engines.mlx.arrays import has_batch_norm
+        from mlx import nn
 
-        return has_batch_norm(model)
+        return any(isinstance(module, nn.BatchNorm) for module in model.modules())
 
-    def observe_loss(
-        self, observe: Callable[[Any], None], loss_sum: Callable[[Any, Any], Any]
-    ) -> Callable[[Any, Any], Any]:
+    def observe_loss(self, observe: Callable[[Any], None], loss_sum: LossSum) -> LossSum:
         """Return `loss_sum` with a call of `observe` for each batch, as tensors; turns compilation off."""
         from shardwise.engines.mlx.adapters import observe_loss
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from shardwise.models.resnet import Norm, Stem
 
-__all__ = ["MlxDecoder", "MlxResNet", "decoder", "resnet18", "resnet34", "resnet50"]
-
 
 def decoder(name_or_config: str | DecoderConfig, **overrides: object) -> MlxDecoder:
     """Return a fresh decoder of a published size or of a config, with single fields replaced."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from shardwise.engines.mlx import waits
-from shardwise.engines.mlx.adapters import adapt_measure
 from shardwise.engines.mlx.arrays import to_torch
 from shardwise.engines.mlx.holding import MlxState
 from shardwise.engines.mlx.weights import set_rates
@@ -147,6 +146,6 @@ class MlxStep(MlxState):
         output, batch = self._functions.forward.evaluate(micro_batch)
         found: dict[str, float] = {}
         for name, measure in measures.items():
-            found[name] = float(adapt_measure(measure).sum_of(output, batch))
+            found[name] = float(measure.sum_of(output, batch))
             found[f"{name}/count"] = measure.count_of(micro_batch.batch, micro_batch.rows)
         return found

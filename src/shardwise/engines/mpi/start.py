@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from shardwise.dist.stores import Store
 
-MET_BY_MPI = "mpi"
-"""How ranks met that were told of their store over MPI."""
 _PATIENCE_S = 2.0
 """What the other ranks get to end by themselves, and to say why, after this one failed."""
 _CONNECT_S = 3.0
@@ -49,6 +47,9 @@ class _RankCard:
 
 class Runtime:
     """MPI in this process: its communicator of the world, and who carries on what is under way."""
+
+    rendezvous = "mpi"
+    """What `World.init_method` says of ranks that were told of their store over MPI."""
 
     def __init__(self) -> None:
         self.mpi = load_mpi()
@@ -212,9 +213,14 @@ class Runtime:
 
 
 @cache
-def mpi_runtime() -> Runtime:
+def runtime() -> Runtime:
     """Return MPI in this process, started at the first call; there is never a second one."""
     return Runtime()
+
+
+def try_library() -> None:
+    """Start and finalize MPI in this process."""
+    load_mpi().Finalize()
 
 
 def _select(comm: Any, ranks: list[int], tag: int = 0) -> Any:

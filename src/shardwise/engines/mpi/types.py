@@ -7,8 +7,8 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from shardwise.engines.backends import backend_row
 from shardwise.errors import MissingExtraError, WorldError
 
 CARRIED = {
@@ -105,18 +105,8 @@ def datatype_of(tensor: torch.Tensor) -> str:
 # mpi4py and the library of MPI beneath it: whether they are here, and what a process group needs of them.
 
 
-GROUP_NAME = "mpi4py"
+GROUP_NAME = backend_row("mpi").own_name
 """What torch calls our process group; its own "mpi" cannot be replaced: init_process_group refuses the name."""
-
-
-def torch_backend(backend: str) -> str:
-    """Return what torch knows `backend` by: our group stands for "mpi" where torch was built without MPI."""
-    return GROUP_NAME if backend == "mpi" and not dist.is_mpi_available() else backend
-
-
-def shown_backend(backend: str) -> str:
-    """Return what users know a backend of torch by."""
-    return "mpi" if backend == GROUP_NAME else backend
 
 
 def load_mpi() -> Any:

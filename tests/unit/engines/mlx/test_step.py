@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 
 import shardwise as sw
 from refusals import refuses
+from shardwise.engines.mlx import adapters  # noqa: F401 - registers the losses for arrays
 from shardwise.job.schedules import Cosine
 from shardwise.training.build import build_step
 from shardwise.training.evaluate import evaluate

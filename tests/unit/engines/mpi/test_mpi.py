@@ -362,8 +362,8 @@ def test_where_there_is_a_gpu_a_world_over_mpi_is_still_on_the_cpu():
 
 
 def test_ranks_that_meet_over_mpi_need_no_address():
-    assert find_rendezvous(ON_TWO_NODES, None, None, over_mpi=True) == "mpi"
-    assert find_rendezvous(Identity(), None, None, over_mpi=True) == "mpi"
+    assert find_rendezvous(ON_TWO_NODES, None, None, own="mpi") == "mpi"
+    assert find_rendezvous(Identity(), None, None, own="mpi") == "mpi"
 
 
 @pytest.mark.parametrize(
