@@ -179,6 +179,8 @@ def test_deepspeed_is_refused():
 
 
 JOB = """
+from jobs import sentences_job
+
 import shardwise as sw
 
 job = sentences_job(lora=sw.Lora(targets=("qvk",)))
