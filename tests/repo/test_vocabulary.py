@@ -9,23 +9,23 @@ ROOT = Path(__file__).resolve().parents[2]
 PRIVATE = {
     # What not to write -> how often it still stands in the source: lower it, never raise it. docs/glossary.md has the
     # words to write in their place.
-    r"readers?": 275,
-    r"words?": 779,
-    r"told|tells?|telling": 461,
-    r"cuts?": 734,
-    r"held|holdings?": 406,
-    r"rooms?": 146,
-    r"meets?|meetings?|met": 293,
+    r"readers?": 239,
+    r"words?": 609,
+    r"told|tells?|telling": 352,
+    r"cuts?": 669,
+    r"held|holdings?": 364,
+    r"rooms?": 128,
+    r"meets?|meetings?|met": 76,
     r"blueprints?": 131,
-    r"(?:go|goes|going|went|gone) on": 92,
-    r"said|says?": 494,
-    r"(?:lay|lays|laid) out|draw(?:s|n)? up": 15,
-    r"is (?:not there|no [a-z]+)": 106,
-    r"quicker|more involved": 10,
-    r"stood still|farewell|strangers?": 45,
+    r"(?:go|goes|going|went|gone) on": 70,
+    r"said|says?": 367,
+    r"(?:lay|lays|laid) out|draw(?:s|n)? up": 14,
+    r"is (?:not there|no [a-z]+)": 72,
+    r"quicker|more involved": 9,
+    r"stood still|farewell|strangers?": 19,
     r"journeys?|beds?|house": 0,
-    r"look(?:s|ed|ing)? (?:on|after)": 12,
-    r"patience": 49,
+    r"look(?:s|ed|ing)? (?:on|after)": 6,
+    r"patience": 16,
 }
 
 

@@ -48,7 +48,7 @@ class ShardRange:
 class ShardLayout:
     """The whole form of a shard file except its values: a pure function of the names, dtypes and shapes in it.
 
-    So a reader needs no header from the disk: it makes the header that must be there and compares.
+    So loading needs no header from the disk: it makes the header that must be there and compares.
     """
 
     header: bytes

@@ -121,7 +121,7 @@ class Traced(msgspec.Struct, kw_only=True):
     """Prints after the last step."""
     evaluation: dict[str, float] = msgspec.field(default_factory=dict)
     """Loss and metrics over the test split after the last step; empty where nothing was evaluated."""
-    held: int = 0
+    num_parameters: int = 0
     """Elements of parameters on this rank."""
     optimized: int = 0
     """Elements that this rank's optimizer keeps states for."""
@@ -227,7 +227,7 @@ class _TrainingWatch:
     ) -> None:
         self.seen = Traced(
             rank=world.rank,
-            held=_elements(step.held().values.values()),
+            num_parameters=_elements(step.held().values.values()),
             optimized=_elements(each for group in step.optimized.param_groups for each in group["params"]),
         )
         self._world = world

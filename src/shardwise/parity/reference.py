@@ -207,7 +207,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def vary(batches: Iterable[StepBatch], variant: Variant) -> Iterator[StepBatch]:
-    """Yield each step with its rows grouped and ordered as `variant` says; steps come as one micro-batch."""
+    """Yield each step with its rows grouped and ordered as `variant` asks; steps come as one micro-batch."""
     for step in batches:
         (whole,) = step.micro_batches
         groups = regroup(whole.rows, variant.dp_size, variant.accumulation)

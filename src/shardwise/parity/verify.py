@@ -270,7 +270,7 @@ def not_applied(plan: Plan, traced: Sequence[Traced]) -> list[Finding]:
         if shards and _all_alike(traced, plan.layout.groups(axis)[0]):
             evidence = f"{axis} is {getattr(plan.layout, axis)}, but the ranks along it all hold the same parameters"
             findings.append(Finding(cause="plan not applied", evidence=evidence))
-    if plan.zero and not shards_weights and any(each.optimized >= each.held for each in traced):
+    if plan.zero and not shards_weights and any(each.optimized >= each.num_parameters for each in traced):
         evidence = f"zero is {plan.zero}, but the optimizer keeps all its states"
         findings.append(Finding(cause="plan not applied", evidence=evidence))
     return findings

@@ -288,7 +288,7 @@ def test_the_host_peak_is_told_before_anything_is_written(own, tmp_path, kind, s
 def test_streaming_bounds_the_peak_by_the_largest_tensor():
     forms = {"model/a": ("F32", (1000,)), "model/b": ("F32", (10,)), "optimizer/a/exp_avg": ("F32", (1000,))}
     contents = Contents(kind="x", step=0, forms=forms, facts={}, read=dict)
-    kind = dataclasses.replace(KINDS["shardwise"], max_held_bytes=100)
+    kind = dataclasses.replace(KINDS["shardwise"], max_bytes_in_memory=100)
     assert kind.host_peak_bytes(contents) == 4000
-    assert dataclasses.replace(kind, max_held_bytes=5000).host_peak_bytes(contents) == 5000
-    assert dataclasses.replace(kind, max_held_bytes=None).host_peak_bytes(contents) == 8040
+    assert dataclasses.replace(kind, max_bytes_in_memory=5000).host_peak_bytes(contents) == 5000
+    assert dataclasses.replace(kind, max_bytes_in_memory=None).host_peak_bytes(contents) == 8040

@@ -224,13 +224,13 @@ class Streamed(Mapping[str, Tensor]):
         self._contents = contents
         self._parts = contents.split(list(ShardLayout.of(contents.forms).places), BATCH_BYTES)
         self._part_of = {name: part for part in self._parts for name in part}
-        self._held: dict[str, Tensor] = {}
+        self._part: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._held:
-            self._held = {}  # before the next part comes, not after
-            self._held = self._contents.read(self._part_of[name])
-        return self._held[name]
+        if name not in self._part:
+            self._part = {}  # before the next part comes, not after
+            self._part = self._contents.read(self._part_of[name])
+        return self._part[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._part_of)

@@ -46,7 +46,7 @@ class CheckpointFormat:
     read: Callable[[Path], Contents]
     write: Callable[[Contents, Path], list[str]]
     """Writes to a path where nothing is, and returns what the target cannot hold, one sentence each."""
-    max_held_bytes: int | None
+    max_bytes_in_memory: int | None
     """Bytes of tensors that writing holds at a time, one tensor at least; None for all of them."""
     holds: Callable[[Contents], Contents] = lambda contents: contents
     """Returns what of all contents this kind can hold."""
@@ -54,9 +54,9 @@ class CheckpointFormat:
     def host_peak_bytes(self, contents: Contents) -> int:
         """Return how many bytes of tensors are on the host at once while `contents` are written, about."""
         sizes = [bytes_of(form) for form in self.holds(contents).forms.values()]
-        if self.max_held_bytes is None:
+        if self.max_bytes_in_memory is None:
             return sum(sizes)
-        return max(min(sum(sizes), self.max_held_bytes), max(sizes, default=0))
+        return max(min(sum(sizes), self.max_bytes_in_memory), max(sizes, default=0))
 
 
 KINDS = {
@@ -65,28 +65,28 @@ KINDS = {
         lambda path: bool(find_checkpoints(path)),
         read_own,
         write_own,
-        max_held_bytes=BATCH_BYTES,
+        max_bytes_in_memory=BATCH_BYTES,
     ),
     "dcp": CheckpointFormat(
         "a torch.distributed.checkpoint folder",
         lambda path: (path / METADATA).is_file(),
         read_folder,
         write_folder,
-        max_held_bytes=None,
+        max_bytes_in_memory=None,
     ),
     "deepspeed": CheckpointFormat(
         "a DeepSpeed folder",
         is_deepspeed,
         convert_deepspeed.read,
         deepspeed_universal.write,
-        max_held_bytes=BATCH_BYTES,
+        max_bytes_in_memory=BATCH_BYTES,
     ),
     "peft": CheckpointFormat(
         "a folder of adapters as peft has it",
         convert_peft.is_peft,
         convert_peft.read,
         convert_peft.write,
-        max_held_bytes=None,
+        max_bytes_in_memory=None,
         holds=only_adapters,
     ),
     "mlx": CheckpointFormat(
@@ -94,7 +94,7 @@ KINDS = {
         convert_mlx.is_mlx,
         convert_mlx.read,
         convert_mlx.write,
-        max_held_bytes=None,
+        max_bytes_in_memory=None,
         holds=convert_mlx.holds,
     ),
     "hf": CheckpointFormat(
@@ -102,10 +102,10 @@ KINDS = {
         lambda path: path.suffix == ".safetensors" or any(path.glob("*.safetensors")),
         convert_hf.read,
         convert_hf.write,
-        max_held_bytes=convert_hf.MAX_FILE_BYTES,
+        max_bytes_in_memory=convert_hf.MAX_FILE_BYTES,
         holds=Contents.only_weights,
     ),
-    "torch": CheckpointFormat("a torch file", Path.is_file, read_file, write_file, max_held_bytes=None),
+    "torch": CheckpointFormat("a torch file", Path.is_file, read_file, write_file, max_bytes_in_memory=None),
 }
 """Tried in this order."""
 

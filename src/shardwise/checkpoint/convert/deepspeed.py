@@ -346,6 +346,6 @@ def load_file(path: Path) -> Any:
     """Return what a file holds, its tensors mapped and not read; of classes only DeepSpeed's few pass, as Plain."""
     allowed: Any = [(Plain, name) for name in _CLASSES]
     if not path.is_file():
-        raise DamagedError(f"{path} is not there", code="checkpoint.file-missing")
+        raise DamagedError(f"{path} does not exist", code="checkpoint.file-missing")
     with torch.serialization.safe_globals(allowed):
         return load_plain(path, str(path), mmap=zipfile.is_zipfile(path))

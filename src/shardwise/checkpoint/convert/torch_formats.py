@@ -246,7 +246,7 @@ class _Properties(_Record):
         self.dtype = state[0]
 
 
-class _Reader(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     def __init__(self, file: Any, origin: Path) -> None:
         super().__init__(file)
         self._origin = origin
@@ -292,7 +292,7 @@ def read_listing(folder: Path) -> Listing:
     except OSError as error:
         raise DamagedError(f"{path} cannot be read ({error.strerror})", code="checkpoint.read-failed") from None
     try:
-        return _listing(folder, _Reader(io.BytesIO(data), path).load())
+        return _listing(folder, _MetadataUnpickler(io.BytesIO(data), path).load())
     except (pickle.UnpicklingError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise DamagedError(
             f"{path} is not the metadata of a checkpoint ({type(error).__name__}: {error})",
