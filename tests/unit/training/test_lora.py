@@ -182,6 +182,7 @@ JOB = """
 from jobs import sentences_job
 
 import shardwise as sw
+from jobs import sentences_job
 
 job = sentences_job(lora=sw.Lora(targets=("qvk",)))
 """
