@@ -78,3 +78,28 @@ def test_a_plan_for_models_of_another_framework_is_refused():
 def test_an_engine_that_does_not_exist_is_refused_with_those_that_do():
     with refuses("job.unknown-engine", "'jax'", '"torch" or "mlx"'):
         job_of(engine="jax")
+
+
+RANK = """
+import shardwise as sw
+import torch
+
+data = torch.utils.data.TensorDataset(torch.ones(8, 4), torch.arange(8) % 4)
+job = sw.Job(
+    model=lambda: torch.nn.Linear(4, 4),
+    data=lambda split: data if split == "train" else None,
+    loss=sw.losses.cross_entropy,
+    optimizer=sw.sgd(lr=0.1),
+    batch_size=8,
+    steps=1,
+)
+with sw.world(device="cpu") as world:
+    sw.train(job, sw.Plan.preset("ddp", 1, batch_size=8), world, show_progress=False)
+"""
+
+
+def test_a_rank_of_torch_imports_no_other_engine():
+    found = subprocess.run([sys.executable, "-X", "importtime", "-c", RANK], capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in found.stderr.splitlines()}
+    assert {"torch", "shardwise"} <= imported
+    assert imported.isdisjoint({"deepspeed", "mpi4py", "mlx"})
