@@ -11,9 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from shardwise.environment_numbers import number, rank_and_size, required_number
+from shardwise.environment_values import expand_hosts, number, rank_and_size, required_number
 from shardwise.errors import EnvironmentVariablesError
-from shardwise.hostlist import expand_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -28,13 +28,13 @@ from shardwise.launcher.local.orders import (
     Ended,
     Order,
     Ready,
-    Report,
     Started,
     StartRank,
     StartRendezvous,
 )
 from shardwise.launcher.local.processes import become_reaper, die_with_parent, ignore_stop_signals, kill_descendants
 from shardwise.launcher.local.target import become
+from shardwise.launcher.nodes.rendezvous import rendezvous_work
 from shardwise.launcher.transport import MessageStream
 from shardwise.recorder import start_record
 from shardwise.recorder.start import listener_variables
@@ -67,7 +67,7 @@ class ForkParent:
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         ignore_stop_signals()
-        self._send(Ready(refusal))
+        self._channel.send(Ready(refusal))
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             selector.register(wake_reader, selectors.EVENT_READ)
@@ -109,9 +109,9 @@ class ForkParent:
             os.setpgid(pid, pid)
         self._children.add(pid)
         if isinstance(order, StartRank):
-            self._send(Started(order.rank, pid, self._listener_folder))
+            self._channel.send(Started(order.rank, pid, self._listener_folder))
         else:
-            self._send(Started(RENDEZVOUS if isinstance(order, StartRendezvous) else STORE, pid))
+            self._channel.send(Started(RENDEZVOUS if isinstance(order, StartRendezvous) else STORE, pid))
         return None
 
     def _reap(self) -> None:
@@ -124,19 +124,13 @@ class ForkParent:
                 return
             if pid in self._children:  # others are orphans of ranks, adopted because we are their reaper
                 self._children.discard(pid)
-                self._send(Ended(pid, os.waitstatus_to_exitcode(status)))
-
-    def _send(self, report: Report) -> None:
-        self._channel.send(report)
+                self._channel.send(Ended(pid, os.waitstatus_to_exitcode(status)))
 
 
 def _work_of(order: Order, descriptor: int | None, parent: int) -> Callable[[], None]:
     """Set this fresh fork up for its order, and return what it is to do."""
     if isinstance(order, StartRendezvous):
-        from shardwise.launcher.nodes.rendezvous import rendezvous_work
-
         return rendezvous_work(order, descriptor, parent)
-
     return rank_work(order, parent) if isinstance(order, StartRank) else store_work(order, descriptor, parent)
 
 

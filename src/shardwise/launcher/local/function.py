@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from shardwise.environment import adopt, rank_environment
 from shardwise.errors import LaunchError, RankFailedError
 from shardwise.launcher.local.attempts import LOOPBACK, LocalLaunch, launch, loopback_listener
+from shardwise.launcher.local.fork_parent import store_work
+from shardwise.launcher.local.orders import STORE, StartStore
 from shardwise.launcher.local.processes import RankProcess, start_fork
 from shardwise.launcher.local.supervise import Outcome, supervise
 from shardwise.launcher.local.target import Module
@@ -165,9 +167,6 @@ def _may_fork_here() -> bool:
 
 
 def _from_here(call: Callable[[], Any], nproc: int) -> list[Any]:
-    from shardwise.launcher.local.fork_parent import store_work
-    from shardwise.launcher.local.orders import STORE, StartStore
-
     with loopback_listener(0) as listener:
         port, descriptor = listener.getsockname()[1], listener.fileno()
 

@@ -9,6 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, cast
 
+from shardwise.environment import variables
 from shardwise.errors import LaunchError
 from shardwise.launcher.nodes.authentication import (
     AUTHENTICATED_BYTES,
@@ -22,6 +23,7 @@ from shardwise.launcher.nodes.authentication import (
 )
 from shardwise.launcher.nodes.hub import BEAT_S, LOST_S
 from shardwise.launcher.nodes.messages import Beat, FromHub, Hello, Note, Refused, RelayMessage, Welcome
+from shardwise.launcher.nodes.network import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -166,9 +168,6 @@ def _authenticate(stream: MessageStream[FromHub], endpoint: str, secret: str, he
 
 def _connect(host: str, port: int, timeout_s: float, note: Callable[[str], None]) -> socket.socket:
     """Return a connection, tried again and again since nodes start in any order."""
-    from shardwise.environment import variables
-    from shardwise.launcher.nodes.network import resolve
-
     start, noted = time.monotonic(), False
     # The name of a pod comes and goes with the pod; elsewhere a name that does not resolve now never will.
     resolving = {"timeout_s": timeout_s} if variables("KUBERNETES_SERVICE_HOST") else {}
