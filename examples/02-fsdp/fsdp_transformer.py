@@ -9,14 +9,12 @@ Both learn the bytes of Python's own sources, so nothing is downloaded.
 """
 
 import argparse
-import dataclasses
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 import shardwise as sw
-from shardwise.plans import Precision
 
 LENGTH = 64
 """Tokens of a sample; a token is a byte."""
@@ -43,47 +41,26 @@ job = sw.Job(
 def main() -> None:
     options = parse_options()
     with sw.world() as world:
-        say = print if world.is_main else lambda *_: None
         # <loop>
-        plan = dataclasses.replace(
-            sw.Plan.preset(options.plan, world.size),
-            recompute=options.recompute,
-            precision=Precision(compute=options.precision),
-        )
+        plan = sw.Plan.preset(options.plan, world.size, recompute=options.recompute, precision=options.precision)
         torch.manual_seed(0)
         model = sw.parallelize(decoder(options.size, options.layers), plan, world)
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)  # after it: the parameters are shards now
-        say(f"plan {plan.layout} (zero {plan.zero}), recompute {plan.recompute}, {held(model)}")
+        world.print(f"plan {plan.layout} (zero {plan.zero}), recompute {plan.recompute}, {held(model)}")
 
-        for step, (tokens, targets) in enumerate(batches(world, options.batch_size, options.steps)):
-            with torch.autocast(world.device.type, torch.bfloat16, enabled=needs_autocast(plan)):
-                loss = cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
+        train = sw.dataloader(job.data("train"), plan, world, batch_size=options.batch_size, drop_last=True)
+        for step, (tokens, targets) in zip(range(options.steps), train, strict=False):
+            with sw.autocast(plan):
+                loss = cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            sw.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            mean = world.sum({"loss": loss.item()})["loss"] / world.size
-            say(f"step {step + 1} of {options.steps}: loss {mean:.4f}")
+            world.print(f"step {step + 1} of {options.steps}: loss {train.mean(loss.item()):.4f}")
 
         weights = sw.full_state_dict(model)  # on every rank; whole tensors on rank 0, {} elsewhere
-        say(f"whole state dict: {sum(value.numel() for value in weights.values()):,} numbers")
+        world.print(f"whole state dict: {sum(value.numel() for value in weights.values()):,} numbers")
         # </loop>
-
-
-def batches(world: sw.World, batch_size: int, steps: int):
-    """Yield this rank's equal share of each global batch: tokens and targets, int64 [rows, LENGTH]."""
-    if batch_size % world.size:
-        raise SystemExit(f"--batch-size {batch_size} does not divide by {world.size} processes")
-    dataset = job.data("train")
-    for step in range(steps):
-        picked = torch.randint(len(dataset), (batch_size,), generator=torch.Generator().manual_seed(step))
-        rows = [dataset[index] for index in picked.tolist()[world.rank :: world.size]]
-        yield tuple(torch.stack(part).to(world.device) for part in zip(*rows, strict=True))
-
-
-def needs_autocast(plan: sw.Plan) -> bool:
-    """Whether the loop must cast to bf16: where FSDP2 shards parameters, it casts them while it gathers."""
-    return plan.precision.compute == "bf16" and plan.zero < 2
 
 
 def held(model: torch.nn.Module) -> str:

@@ -34,10 +34,19 @@ if TYPE_CHECKING:
     from shardwise.runner.launch import launch as launch
     from shardwise.runner.train import train as train
     from shardwise.training.build import build_step as build_step
-    from shardwise.training.build import parallelize as parallelize
+    from shardwise.training.evaluate import evaluate as evaluate
     from shardwise.training.evaluate import export as export
+    from shardwise.training.journal import Curves as Curves
+    from shardwise.training.own_loop import autocast as autocast
+    from shardwise.training.own_loop import clip_grad_norm_ as clip_grad_norm_
+    from shardwise.training.own_loop import dataloader as dataloader
+    from shardwise.training.own_loop import no_sync as no_sync
+    from shardwise.training.own_loop import parallelize as parallelize
+    from shardwise.training.own_state import load as load
+    from shardwise.training.own_state import save as save
 
 _PUBLIC = {
+    "Curves": ("shardwise.training.journal", "Curves"),
     "Job": ("shardwise.job", "Job"),
     "Layout": ("shardwise.layout", "Layout"),
     "Lora": ("shardwise.job", "Lora"),
@@ -47,21 +56,28 @@ _PUBLIC = {
     "ShardwiseError": ("shardwise.errors", "ShardwiseError"),
     "World": ("shardwise.dist", "World"),
     "adamw": ("shardwise.job.optimizers", "AdamW"),
+    "autocast": ("shardwise.training.own_loop", "autocast"),
     "build_step": ("shardwise.training.build", "build_step"),
+    "clip_grad_norm_": ("shardwise.training.own_loop", "clip_grad_norm_"),
+    "dataloader": ("shardwise.training.own_loop", "dataloader"),
     "datasets": ("shardwise.data.datasets", ""),
     "doctor": ("shardwise.diagnosis.machine.observe", "doctor"),
     "doctor_drill": ("shardwise.diagnosis.drill.drill", "doctor_drill"),
     "doctor_env": ("shardwise.diagnosis.env", "doctor_env"),
     "doctor_net": ("shardwise.diagnosis.network.net", "doctor_net"),
     "doctor_run": ("shardwise.diagnosis.run.explain", "doctor_run"),
+    "evaluate": ("shardwise.training.evaluate", "evaluate"),
     "export": ("shardwise.training.evaluate", "export"),
     "full_state_dict": ("shardwise.parallel.collectives", "full_state_dict"),
     "launch": ("shardwise.runner.launch", "launch"),
+    "load": ("shardwise.training.own_state", "load"),
     "losses": ("shardwise.job.losses", ""),
     "metrics": ("shardwise.job.metrics", ""),
     "models": ("shardwise.models", ""),
-    "parallelize": ("shardwise.training.build", "parallelize"),
+    "no_sync": ("shardwise.training.own_loop", "no_sync"),
+    "parallelize": ("shardwise.training.own_loop", "parallelize"),
     "plan": ("shardwise.planner.plan", "plan"),
+    "save": ("shardwise.training.own_state", "save"),
     "schedules": ("shardwise.job.schedules", ""),
     "sgd": ("shardwise.job.optimizers", "SGD"),
     "train": ("shardwise.runner.train", "train"),

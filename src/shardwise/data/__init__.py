@@ -1,1 +1,1 @@
-"""The stream of samples: their order, each reader's slice, and the datasets that ship."""
+"""The stream of samples: their order, each data-parallel rank's slice, and the datasets that ship."""

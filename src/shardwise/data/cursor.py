@@ -1,4 +1,11 @@
-"""The order of samples: a keyed permutation, O(1) in memory, the same at any number of ranks."""
+"""The order of samples: a keyed permutation, O(1) in memory, the same at any number of ranks.
+
+The idea: position i of an epoch holds sample P(i), where P is a pseudorandom permutation keyed by (seed, epoch), so no
+list of indices is drawn, stored or sent. The invariant: a position has no rank in it; data-parallel ranks take spans of
+positions, so any world size reads the same global batches, and a checkpoint needs three integers. P is an unbalanced
+Feistel network over the next power of two (Luby and Rackoff, 1988) that walks on where it leaves the dataset
+(cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+"""
 
 from __future__ import annotations
 
@@ -104,19 +111,19 @@ def _state(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
     return _mix(np.array([seed & _MASK], dtype=np.uint64)) ^ np.uint64((epoch + 1) * _GOLDEN & _MASK)
 
 
-# Which places of an epoch each reader and micro-batch gets: pure arithmetic.
+# Which positions of an epoch each data-parallel rank and micro-batch gets: pure arithmetic.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slices:
-    """How one reader cuts the global batches of an epoch into micro-batches."""
+    """How one data-parallel rank splits the global batches of an epoch into micro-batches."""
 
     batch_size: int
-    """Samples per optimizer step over all readers."""
+    """Global batch size: samples per optimizer step over all data-parallel ranks."""
     accumulation: int
-    reader: int
-    """Which of the `readers` this is: the data coordinate, never the rank."""
-    readers: int
+    dp_rank: int
+    """Which of the `dp_size` data-parallel ranks this is; never the global rank."""
+    dp_size: int
     length: int
     """Samples in the dataset."""
 
@@ -127,7 +134,7 @@ class Slices:
     @property
     def micro_batch(self) -> int:
         """Rows of a full micro-batch."""
-        return self.batch_size // (self.readers * self.accumulation)
+        return self.batch_size // (self.dp_size * self.accumulation)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -135,16 +142,16 @@ class Slices:
         return -(-self.length // self.batch_size)
 
     def rows_of_step(self, step: int) -> int:
-        """Real samples of a step of the epoch, over all readers."""
+        """Real samples of a step of the epoch, over all data-parallel ranks."""
         return min(self.batch_size, self.length - step * self.batch_size)
 
     def places(self, step: int) -> list[tuple[int, int]]:
-        """Return (start, stop) in the epoch's order for each micro-batch of this reader; empty spans are allowed.
+        """Return (start, stop) in the epoch's order for each micro-batch of this rank; empty spans are allowed.
 
-        A short step is spread evenly, so that no reader waits for another and as few as possible have nothing.
+        A short step is spread evenly, so that no rank waits for another and as few as possible have nothing.
         """
-        rows, first, cells = self.rows_of_step(step), step * self.batch_size, self.readers * self.accumulation
-        start = self.reader * self.accumulation
+        rows, first, cells = self.rows_of_step(step), step * self.batch_size, self.dp_size * self.accumulation
+        start = self.dp_rank * self.accumulation
         return [
             (first + cell * rows // cells, first + (cell + 1) * rows // cells)
             for cell in range(start, start + self.accumulation)

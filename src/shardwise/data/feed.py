@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class MicroBatch(msgspec.Struct, frozen=True, gc=False):
-    """What one forward pass of one reader sees."""
+    """What one forward pass of one data-parallel rank sees."""
 
     batch: Any
     """On the device; filled to `filled` rows by repeating real ones."""
     rows: int
-    """Real rows, first in the batch; 0 when this reader has none but must still take part."""
+    """Real rows, first in the batch; 0 when this rank has none but must still take part."""
     filled: int
     places: Places | None = None
     """Of the real rows; None where they are not known."""
@@ -44,9 +44,9 @@ class StepBatch(msgspec.Struct, frozen=True, gc=False):
 
     micro_batches: list[MicroBatch]
     denominator: float
-    """What the loss counts, over all readers; where replicas train on their own, as if each counted what this does."""
+    """The loss normalizer over all data-parallel ranks; of replicas that train apart, as if all counted alike."""
     samples: int
-    """Real samples, over all readers."""
+    """Real samples, over all data-parallel ranks."""
     cursor: Cursor
     """Where this step begins in the stream."""
 
@@ -58,7 +58,7 @@ class LoadedStep(msgspec.Struct, frozen=True, gc=False):
     rows: list[int]
     """Real rows of each batch; where it is 0 the batch holds one spare row."""
     samples: int
-    """Real samples over all readers."""
+    """Real samples over all data-parallel ranks."""
     cursor: Cursor
     """Where this step begins in the stream."""
     starts: Sequence[int] | None = None
@@ -68,14 +68,14 @@ class LoadedStep(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepLoader(Protocol):
-    """Gives the steps of training in order, for one reader."""
+    """Gives the steps of training in order, for one data-parallel rank."""
 
     def steps(self) -> Iterable[LoadedStep]:
         """Yield steps, epoch after epoch."""
 
 
 class Feed:
-    """Iterates over StepBatch: loads a step ahead and sums its count over the readers while the last one trains."""
+    """Iterates over StepBatch: loads a step ahead and sums its count over ranks while the last one trains."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Feed:
         replicas: int = 1,
         cut: Callable[[Any], Any] | None = None,
     ) -> None:
-        """`group` joins on the host the readers that sum gradients in every step; None for one reader.
+        """`group` joins on the host the data-parallel ranks that sum gradients in every step; None for one.
 
         Those are all of them, or those of one of `replicas`, whose others are taken to count alike. `cut` takes this
         rank's tokens from a batch; what the loss counts is counted on the whole. `fill` brings short micro-batches to
@@ -163,7 +163,7 @@ class _Pending(msgspec.Struct, frozen=True, gc=False):
     work: dist.Work | None = None
 
     def finish(self) -> StepBatch:
-        """Wait for the counts of the other readers."""
+        """Wait for the counts of the other data-parallel ranks."""
         if self.work is not None:
             self.work.wait()
         return StepBatch(self.micro_batches, float(self.count), self.loaded.samples, self.loaded.cursor)

@@ -6,6 +6,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
@@ -35,7 +36,7 @@ _BLOCK = 16384
 
 
 class IndexLoader:
-    """Steps of a dataset that is read by index: every sample of an epoch exactly once over all readers."""
+    """Steps of a dataset that is read by index: every sample of an epoch exactly once over all data-parallel ranks."""
 
     def __init__(
         self,
@@ -48,9 +49,11 @@ class IndexLoader:
         collate: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
+        shuffle: bool = True,
     ) -> None:
         """Read steps `first_step` up to `num_steps`, both counted from the start of training."""
         self._slices = slices
+        self._shuffle = shuffle
         self._seed = seed
         self._range = range(first_step, num_steps)
         self._batches: Iterable[Collated]
@@ -64,7 +67,7 @@ class IndexLoader:
                 collate_fn=as_read,  # type: ignore[arg-type]
                 num_workers=num_workers,
                 pin_memory=pin_memory,
-                generator=_worker_generator(seed, slices.reader, first_step),
+                generator=_worker_generator(seed, slices.dp_rank, first_step),
             )
 
     def steps(self) -> Iterator[LoadedStep]:
@@ -77,7 +80,7 @@ class IndexLoader:
             cursor = Cursor(seed=self._seed, epoch=epoch, index=step * slices.batch_size)
             starts: Sequence[int]
             if step < whole_steps:
-                first = cursor.index + slices.reader * own_rows
+                first = cursor.index + slices.dp_rank * own_rows
                 rows, starts = whole_rows, range(first, first + own_rows, slices.micro_batch)
             else:
                 places = slices.places(step)
@@ -90,7 +93,7 @@ class IndexLoader:
         """Yield the sample ids of every micro-batch, in order; a spare one where a micro-batch is empty."""
         slices, number = self._slices, self._range.start
         rows = slices.micro_batch * slices.accumulation
-        whole_steps, mine = slices.length // slices.batch_size, slices.reader * rows + np.arange(rows)
+        whole_steps, mine = slices.length // slices.batch_size, slices.dp_rank * rows + np.arange(rows)
         while number < self._range.stop:
             epoch, step = divmod(number, slices.steps_per_epoch)
             if step == whole_steps:
@@ -99,18 +102,22 @@ class IndexLoader:
                 continue
             last = min(step + max(1, _BLOCK // rows), whole_steps, step + self._range.stop - number)
             places = np.arange(step, last)[:, None] * slices.batch_size + mine
-            ids = sample_ids(places.ravel(), seed=self._seed, epoch=epoch, length=slices.length)
+            ids = self._ids(places.ravel(), epoch)
             for each in ids.reshape(-1, slices.micro_batch).tolist():
                 yield Request(epoch, each)
             number += last - step
 
     def _short_step_ids(self, epoch: int, step: int) -> Iterator[Request]:
-        """The last step of an epoch. A reader without rows still runs: the step's first sample stands in."""
+        """The last step of an epoch. A rank without rows still runs: on the step's first sample."""
         slices = self._slices
         for start, stop in slices.places(step):
             places = np.arange(start, stop) if start < stop else np.array([step * slices.batch_size])
-            ids = sample_ids(places, seed=self._seed, epoch=epoch, length=slices.length)
-            yield Request(epoch, ids.tolist())
+            yield Request(epoch, self._ids(places, epoch).tolist())
+
+    def _ids(self, places: npt.NDArray[np.int64], epoch: int) -> npt.NDArray[np.int64]:
+        if not self._shuffle:
+            return places
+        return sample_ids(places, seed=self._seed, epoch=epoch, length=self._slices.length)
 
 
 class _Here:
@@ -146,8 +153,8 @@ class StreamLoader:
         self,
         dataset: IterableDataset[Any],
         *,
-        reader: int,
-        readers: int,
+        dp_rank: int,
+        dp_size: int,
         micro_batch: int,
         accumulation: int,
         num_steps: int,
@@ -158,11 +165,11 @@ class StreamLoader:
         num_workers: int = 0,
     ) -> None:
         self._loader = DataLoader(
-            StreamShare(dataset, dp_rank=reader, dp_size=readers, micro_batch=micro_batch),
+            StreamShare(dataset, dp_rank=dp_rank, dp_size=dp_size, micro_batch=micro_batch),
             batch_size=micro_batch,
             collate_fn=CountedCollate(collate),
             num_workers=num_workers,
-            generator=_worker_generator(seed, reader, first_step),
+            generator=_worker_generator(seed, dp_rank, first_step),
         )
         self._accumulation = accumulation
         self._first_step = first_step
@@ -171,7 +178,7 @@ class StreamLoader:
         self._group = group
 
     def steps(self) -> Iterator[LoadedStep]:
-        """Yield steps, the stream again from its start when all readers are through; communicates over the group."""
+        """Yield steps, the stream again from its start when all ranks are through; communicates over the group."""
         epoch, index, done = 0, 0, 0
         batches, spare = iter(self._loader), None
         while done < self._num_steps:
@@ -188,7 +195,7 @@ class StreamLoader:
             spare = _first_row(loaded[0]) if loaded else spare
             if spare is None:
                 raise DataError(
-                    "the training stream has fewer samples than readers",
+                    "the training stream has fewer samples than data-parallel ranks",
                     code="data.too-few-samples",
                     fix="use fewer ranks",
                 )
@@ -204,7 +211,7 @@ class StreamLoader:
             index, done = index + samples, done + 1
 
     def _sum(self, value: int) -> int:
-        """Sum over readers; communicates over the group."""
+        """Sum over data-parallel ranks; communicates over the group."""
         if self._group is None:
             return value
         total = torch.tensor(value)

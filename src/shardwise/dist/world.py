@@ -21,6 +21,7 @@ from shardwise.dist.stores import HashStore
 from shardwise.engines.backends import backend_row, backend_runtime, torch_name
 from shardwise.errors import WorldError
 from shardwise.layout import AXES
+from shardwise.runs.console import say
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -114,6 +115,11 @@ class World:
         group = self.process_group()
         return group is not None and dist.group.WORLD is group
 
+    def print(self, *values: object) -> None:
+        """Print on rank 0 alone."""
+        if self.is_main:
+            say(" ".join(map(str, values)))
+
     def barrier(self) -> None:
         """Communicate over the whole world, called on every rank: return when all have called."""
         # Without its device, nccl guesses one from the rank.
@@ -143,8 +149,7 @@ class World:
 
     def own_host_group(self) -> ProcessGroup:
         """Communicate to make one more group of all ranks, called on every rank: for a thread of its own."""
-        group: ProcessGroup = dist.new_group(backend=self._host_backend, timeout=timedelta(seconds=self.timeout_s))
-        return group
+        return dist.new_group(backend=self._host_backend, timeout=timedelta(seconds=self.timeout_s))  # type: ignore[no-any-return]
 
     def group(self, ranks: Iterable[int]) -> ProcessGroup | None:
         """Communicate to make a group of `ranks`, called on every rank; None on those outside it."""
@@ -180,10 +185,7 @@ class World:
         return build_mesh(layout, world_size=self.size, device_type=self.device.type)
 
     def close(self) -> None:
-        """Communicate so that all ranks leave together, then end the process group; again: does nothing.
-
-        A process group that was running before this world is left as it is.
-        """
+        """Communicate so that all ranks leave together, then end the group if this world began it; again: nothing."""
         if not (self.created and self.is_initialized):
             return
         try:

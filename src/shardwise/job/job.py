@@ -141,7 +141,8 @@ class Job:
             raise JobError(
                 f"Job.loss is {_described(self.loss)}, not a Loss",
                 code="job.loss-not-a-loss",
-                fix="give sw.losses.cross_entropy or sw.Loss(sum=..., count=...)",
+                fix="give sw.losses.cross_entropy, sw.Loss(sum=..., count=...) or, of a function that returns a mean,"
+                " sw.Loss.from_mean(lambda output, batch: loss(output, batch[-1]))",
             )
         _check_whole("batch_size", self.batch_size, least=1)
         _check_whole("seed", self.seed, least=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -80,3 +80,43 @@ class Loss(Metric):
 
     False for models that return a finished mean: they always get exactly the real rows.
     """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if getattr(self.sum, "reduction", "sum") != "sum":
+            raise JobError(
+                f"Loss.sum is {self.sum!r}, which takes the {self.sum.reduction} over a batch",  # type: ignore[attr-defined]
+                code="loss.sum-is-mean",
+                fix="give sw.losses.cross_entropy, or sw.Loss.from_mean(lambda output, batch: loss(output, batch[-1]))",
+            )
+
+    @classmethod
+    def from_mean(cls, mean: Callable[[Any, Any], Any], count: Count = "samples") -> Loss:
+        """Return the loss whose mean over a batch is `mean(output, batch)`, as most loss functions give it.
+
+        `count(batch)` is what that mean divides by: "samples", its rows, or a function, such as one that counts the
+        targets that are not ignored.
+        """
+
+        def total(output: Any, batch: Any) -> Any:
+            counted = loss.count_of(batch, _num_rows(batch))
+            value = mean(output, batch)
+            if not counted and hasattr(value, "nan_to_num"):
+                value = value.nan_to_num()  # the mean over nothing
+            return value * counted
+
+        loss = cls(sum=total, count=count)
+        return loss
+
+
+def _num_rows(batch: Any) -> int:
+    """Return the rows of a batch: the length of its first array."""
+    shape = getattr(batch, "shape", None)
+    if shape:
+        return int(shape[0])
+    parts: list[Any] = []
+    if isinstance(batch, Mapping):
+        parts = list(batch.values())
+    elif isinstance(batch, list | tuple):
+        parts = list(batch)
+    return next((rows for rows in map(_num_rows, parts) if rows), 0)

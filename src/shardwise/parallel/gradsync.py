@@ -163,7 +163,7 @@ class ShardSync(NoSync):
 
     def accumulate(self) -> AbstractContextManager[object]:
         """Keep whole gradients, unless every micro-batch is to be reduced."""
-        return nullcontext() if self._every else self._without_sync()
+        return nullcontext() if self._every else without_reduction(self._models)
 
     def has_gradient(self, parameter: nn.Parameter) -> bool:
         """Ask what was reduced: a sharded gradient is there on every rank."""
@@ -175,15 +175,17 @@ class ShardSync(NoSync):
         if self._replicated and self._group is not None:
             sum_gradients(self._replicated, self._group)
 
-    @contextmanager
-    def _without_sync(self) -> Iterator[None]:
-        for model in self._models:
-            model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            for model in self._models:
-                model.set_requires_gradient_sync(True)
+
+@contextmanager
+def without_reduction(models: Sequence[FSDPModule]) -> Iterator[None]:
+    """Have FSDP2 keep whole gradients of the backward passes in here; the next one outside reduces all of them."""
+    for model in models:
+        model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        for model in models:
+            model.set_requires_gradient_sync(True)
 
 
 class SummedSync(NoSync):
@@ -263,6 +265,11 @@ class GradNorm:
                 self._shares[place] = 0.0
         self._device = device
 
+    @property
+    def is_local(self) -> bool:
+        """Whether this rank has the whole gradient by itself."""
+        return self._group is None
+
     def __call__(self) -> Tensor:
         """Return the norm before any clipping; communicates over the group."""
         used = [
@@ -287,9 +294,14 @@ class GradNorm:
 
     def scale(self, factor: Tensor) -> None:
         """Multiply every gradient with a factor that is equal on all ranks."""
-        pieces = [local(p.grad) for p in self._parameters if p.grad is not None]
-        if pieces:
-            multiply_all(pieces, factor.to(pieces[0].device))
+        scale_gradients(self._parameters, factor)
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiply this rank's shards of all gradients with a factor that is equal on all ranks."""
+    pieces = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if pieces:
+        multiply_all(pieces, factor.to(pieces[0].device))
 
 
 def _copies(parameter: nn.Parameter, layout: Layout, sharded_axes: Sequence[str]) -> int:

@@ -204,19 +204,19 @@ def _train(  # noqa: PLR0917 - positions of one private caller
         watch.before(batch)
         watch.after(step(batch))
     pulse.begin("evaluation")
-    watch.seen.evaluation = _evaluate(job, plan, world, step)
+    watch.seen.evaluation = _evaluate(job, plan, step)
     silenced = job.model.silenced  # type: ignore[attr-defined]  # a PreparedModel
     return msgspec.structs.replace(watch.seen, silenced=silenced, remarks=getattr(step, "remarks", []))
 
 
-def _evaluate(job: Job, plan: Plan, world: World, step: Step | PlainTraining) -> dict[str, float]:
+def _evaluate(job: Job, plan: Plan, step: Step | PlainTraining) -> dict[str, float]:
     """Return loss and metrics over the test split; communicates over the world, on every rank."""
     dataset = dataset_of(job, "test")
     if dataset is None or isinstance(dataset, IterableDataset) or not engine_named(plan.engine).has_plain_reference:
         return {}
     if isinstance(step, PlainTraining):
         return step.evaluate(dataset)
-    return evaluate(job, plan, world, step=step, dataset=dataset)
+    return evaluate(step, dataset)
 
 
 class _TrainingWatch:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping  # noqa: TC003 - read at run time by check_types
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -205,12 +205,19 @@ class Plan:
 
     @classmethod
     def preset(
-        cls, name: str, world_size: int, *, batch_size: int | None = None, accumulation: int | None = None
+        cls,
+        name: str,
+        world_size: int,
+        *,
+        batch_size: int | None = None,
+        accumulation: int | None = None,
+        **options: Any,
     ) -> Plan:
         """Return a named plan: ddp, zero1, zero2, zero3, fsdp, hsdp, tp, pp, cp or a product (pp2.shard2.tp2).
 
         Without `batch_size` it trains one sample per forward pass: enough for `parallelize`. Without `accumulation`
-        there is none, except as much as keeps a pipeline busy.
+        there is none, except as much as keeps a pipeline busy. `options` are other fields of a plan: a precision by
+        name, `precision="bf16"`, `recompute="full"`, a section as a dict, `communication={"bucket_mb": 50.0}`.
         """
         layout, zero = preset_degrees(name, world_size)
         accumulation = accumulation or fill_pipeline(batch_size, layout)
@@ -221,7 +228,8 @@ class Plan:
             zero=zero,
             micro_batch=batch.micro_batch,
             accumulation=batch.accumulation,
-            sources={"layout": source, "zero": source},
+            sources={"layout": source, "zero": source, **dict.fromkeys(options, "argument of preset")},
+            **{key: _option(key, value) for key, value in options.items()},
         )
 
     @property
@@ -277,6 +285,30 @@ class Plan:
             accumulation=batch.accumulation,
             sources={**self.sources, **dict.fromkeys(("layout", "micro_batch", "accumulation", *rounds), source)},
         )
+
+
+_DTYPE_FIELDS = ("parameter", "compute", "reduce", "optimizer")
+_SECTIONS = {"precision": Precision, "offload": Offload, "communication": Communication, "pipeline": Pipeline}
+
+
+def _option(name: str, value: Any) -> Any:
+    """Return the value of a plan's field as `Plan.preset` takes it; refuses a field that is not its to set."""
+    taken = {"version", "layout", "zero", "micro_batch", "sources"}
+    choices = sorted({part.name for part in dataclasses.fields(Plan)} - taken)
+    if name not in choices:
+        raise PlanError(f"Plan.preset has no option {name!r}", code="plan.unknown-option", fix=nearest(name, choices))
+    if name == "precision" and isinstance(value, str):
+        # Weights in fp64 need everything in fp64; every other precision trains fp32 weights.
+        return Precision(**dict.fromkeys(_DTYPE_FIELDS, value)) if value == "fp64" else Precision(compute=value)  # type: ignore[arg-type]
+    if name in _SECTIONS and isinstance(value, Mapping):
+        known = [part.name for part in dataclasses.fields(_SECTIONS[name])]
+        for key in value:
+            if key not in known:
+                raise PlanError(
+                    f"Plan.preset has no option {name}.{key}", code="plan.unknown-option", fix=nearest(key, known)
+                )
+        return _SECTIONS[name](**value)
+    return value
 
 
 def _check_ranges(options: Communication) -> None:

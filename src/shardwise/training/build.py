@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 from shardwise.data.feed import Feed
+from shardwise.dist.world import running_group
 from shardwise.engines.engine import engine_for
 from shardwise.errors import JobError
 from shardwise.job.generators import seed_generators
@@ -19,10 +20,10 @@ from shardwise.parallel.batch_norm import foreign_batch_norms
 from shardwise.parallel.collectives import parameters_of, stages_of
 from shardwise.parallel.context import check_context
 from shardwise.parallel.counter_dropout import replace_dropouts
-from shardwise.parallel.first_passes import watch_forward, watch_inputs
+from shardwise.parallel.first_passes import watch_forward
 from shardwise.parallel.gradsync import GradNorm
 from shardwise.parallel.lora import adapt_meta_model
-from shardwise.parallel.meta_model import built_meta_model, job_meta_model
+from shardwise.parallel.meta_model import job_meta_model
 from shardwise.parallel.optimizer import make_optimizer
 from shardwise.parallel.parameter_rules import (
     check_dense,
@@ -33,7 +34,7 @@ from shardwise.parallel.parameter_rules import (
     without_gradient,
 )
 from shardwise.parallel.replicated import by_rounds
-from shardwise.parallel.sharded import DTYPES, LOWER, ReducedList
+from shardwise.parallel.sharded import DTYPES, LOWER
 from shardwise.parallel.stage_gate import share_copies, tied_copies
 from shardwise.parallel.stages import count_layers, find_layers, split_stages
 from shardwise.parallel.support import uses_ddp
@@ -42,12 +43,21 @@ from shardwise.parallel.tensor_rules import find_rules
 from shardwise.parallel.weights import BuiltWeights, share_values
 from shardwise.planner.settle import with_engine
 from shardwise.plans.pipeline import split_layers
-from shardwise.training.preflight import check_fit, check_own_loop
-from shardwise.training.reading import RankLoader, make_loader, token_cut
+from shardwise.training.evaluate import RankLoader, make_loader, token_cut
+from shardwise.training.preflight import check_fit
+from shardwise.training.saving import Resuming
 from shardwise.training.step.captured import plain_step
 from shardwise.training.step.first_step_checks import PeerBatches
 from shardwise.training.step.pipeline import PipelineStep
-from shardwise.training.step.step import Autocast, StepContext, StepParts, nvtx_ranges, tell
+from shardwise.training.step.step import (
+    Autocast,
+    LossReduction,
+    StepContext,
+    StepParts,
+    StepSource,
+    nvtx_ranges,
+    tell,
+)
 from shardwise.training.step.token_probe import TokenProbe
 from shardwise.training.step.update import choose_update
 
@@ -63,7 +73,7 @@ if TYPE_CHECKING:
     from shardwise.parallel.meta_model import MetaModel
     from shardwise.plans import Plan
     from shardwise.plans.pipeline import StageSplit
-    from shardwise.training.reading import Length
+    from shardwise.training.evaluate import Length
     from shardwise.training.step.step import Mark, Step
     from shardwise.training.step.update import Update
 
@@ -77,19 +87,31 @@ def build_step(
     before_update: Callable[[], None] | None = None,
     first_step: int = 0,
     mark: Mark | None = None,
+    report_loss: bool = True,
+    resume: Path | str | None = None,
 ) -> Step:
-    """Make the Step that trains `job` under `plan`; called on every rank.
+    """Make the Step that trains `job` under `plan`; communicates over the world, called on every rank.
 
     `note` gets remarks for the user; `before_update` is called in each step when gradients are summed, not clipped;
-    `first_step` is where in the stream of samples to begin, for a training that goes on; `mark(phase, step)` is told
-    when data, forward, backward and optimizer begin, on the host.
+    `first_step` is where in the stream of samples to begin; `mark(phase, step)` is called when data, forward, backward
+    and optimizer begin, on the host. Without `report_loss` no step reduces its loss, and its report has this rank's
+    share alone. `resume` is a run directory, a folder of checkpoints, or one: the step continues from the newest good
+    one, saved at any world size and strategy; where there is none, it begins anew.
     """
     plan = with_engine(plan, job.engine)
     engine = engine_for(job, plan)
     check_fit(job, plan, world)
     engine.check_world(world)
-    context = BuildContext(first_step=first_step, before_update=before_update, mark=mark, note=note)
-    return engine.build(job, plan, world, context)
+    context = BuildContext(
+        first_step=first_step, before_update=before_update, mark=mark, note=note, report_loss=report_loss
+    )
+    resumed: Step | None = None
+    if resume is not None:
+        group = world.own_host_group() if world.size > 1 else None
+        resumed = Resuming(Path(resume), job, plan, world, note).run(
+            lambda number: engine.build(job, plan, world, replace(context, first_step=number)), group
+        )
+    return resumed if resumed is not None else engine.build(job, plan, world, context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +122,10 @@ class BuildContext:
     before_update: Callable[[], None] | None
     mark: Mark | None
     note: Callable[[str], None]
+    report_loss: bool
 
     def step_context(self, job: Job, plan: Plan, world: World, *, fill: bool) -> StepContext:
-        """Return the step's data, length and hooks; communicates to join the readers.
+        """Return the step's data, length and hooks; communicates to join the data-parallel ranks.
 
         `fill` is whether short micro-batches are padded by repeating rows.
         """
@@ -110,7 +133,14 @@ class BuildContext:
         feed_group = world.axis_group(plan.layout, ("replicate", "shard"), on_host=True)
         feed, length = make_feed(job, plan, world, feed_group, self.first_step, fill=fill)
         check_schedule(job.schedule, length.num_steps)
+        reduce_loss = None
+        if self.report_loss and world.size > 1:
+            # From the host it takes a group of the host, whose collectives run beside those of the model.
+            group = world.host_group if world.device.type == "cpu" else running_group()
+            reduce_loss = LossReduction(group=group, num_ranks=world.size)
         return StepContext(
+            source=StepSource(job, plan, world),
+            reduce_loss=reduce_loss,
             feed=feed,
             length=length,
             first_step=self.first_step,
@@ -127,7 +157,7 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
     meta_model = draw_up(job, plan, world)
     around = context.step_context(job, plan, world, fill=not foreign_batch_norms(meta_model.module))
     cut, model = _lay_out(job, meta_model, plan, place)
-    # Readers draw different dropout masks, whatever the model's initialization drew.
+    # Data-parallel ranks draw different dropout masks, whatever the model's initialization drew.
     seed_generators(job.seed + 1 + plan.layout.draw_index(world.rank))
     named = parameters_of(model)
     stage = f"pipeline stage {place.coordinate.pp}"
@@ -159,9 +189,9 @@ def build_torch_step(job: Job, plan: Plan, world: World, context: BuildContext) 
 def make_feed(
     job: Job, plan: Plan, world: World, group: dist.ProcessGroup | None, first_step: int, *, fill: bool
 ) -> tuple[Feed, Length]:
-    """Return what reads this rank's samples, and how long to train; `group` joins the readers."""
-    reader = plan.layout.data_index(world.rank)
-    where = RankLoader(reader=reader, group=group, first_step=first_step, on_gpu=world.device.type == "cuda")
+    """Return what reads this rank's samples, and how long to train; `group` joins the data-parallel ranks."""
+    dp_rank = plan.layout.data_index(world.rank)
+    where = RankLoader(dp_rank=dp_rank, group=group, first_step=first_step, on_gpu=world.device.type == "cuda")
     loader, length = make_loader(job, plan, where)
     feed = Feed(
         loader,
@@ -226,7 +256,7 @@ def _lay_out(job: Job, meta_model: MetaModel, plan: Plan, place: MeshContext) ->
 
 
 def find_place(plan: Plan, world: World) -> MeshContext:
-    """Communicate to find this rank's place in the layout, its mesh and its fellow readers; called on every rank."""
+    """Communicate to find this rank's coordinate, its mesh and its data-parallel group; called on every rank."""
     layout = plan.layout.folded
     return MeshContext(
         device=world.device,
@@ -252,18 +282,13 @@ def _make_update(job: Job, plan: Plan, world: World, model: nn.Module, gain: int
     return choose_update(
         norm,
         parameters=parameters,
-        whole=group is None,
         clip_norm=job.clip_norm,
         fp16_gain=gain if plan.precision.compute == "fp16" else None,
     )
 
 
 def _first_check(
-    named: list[tuple[str, nn.Parameter]],
-    plan: Plan,
-    world: World,
-    note: Callable[[str], None],
-    sync: GradSync,
+    named: list[tuple[str, nn.Parameter]], plan: Plan, world: World, note: Callable[[str], None], sync: GradSync
 ) -> Callable[[Sequence[Tensor]], None] | None:
     """Watch the first backward for parameters without gradient; a static graph must not be held back, nor needs it.
 
@@ -297,36 +322,6 @@ def _batch_checks(
     if plan.layout.cp == 1:
         return (batches,)
     return batches, TokenProbe(stages_of(model)[0], job.forward, world.host_group, note)
-
-
-def parallelize(model: nn.Module, plan: Plan, world: World) -> nn.Module:
-    """Put a plain module under `plan` on this rank's device, for people with their own loop; on every rank.
-
-    All ranks get rank 0's values. Make the optimizer afterwards. Gradients come out as in the plan's own engine: DDP
-    averages over readers, FSDP2 is set to do so too. Autocast belongs around the loop's own forward and loss, so
-    `plan.precision.compute` is left to it, except where FSDP2 casts shards.
-    """
-    check_own_loop(model, plan)
-    if plan.precision.parameter == "fp64":
-        model = model.double()
-    if world.size > 1:
-        share_values(model, world.device)
-    place = find_place(plan, world)
-    meta_model = built_meta_model(model)
-    if plan.layout.tp > 1:
-        meta_model = replace(meta_model, tensor_rules=find_rules(model, None))
-    parallel = apply_plan(meta_model, plan, place)
-    peers = world.axis_group(plan.layout, ("tp",), on_host=True)
-    if peers is not None and world.backend != "fake":
-        named = list(stages_of(parallel)[0].named_parameters())
-        dtype = DTYPES[plan.precision.compute]
-        watch_inputs(parallel, peers, lambda: refuse_unequal(unequal_gradients(named, peers, dtype)))
-    if isinstance(parallel, FSDPModule):
-        ReducedList(parallel, place.host_dp_group, by_itself=True)
-    for part in parallel.modules():
-        if isinstance(part, FSDPModule):
-            part.set_gradient_divide_factor(float(plan.layout.dp))
-    return parallel
 
 
 def report_missing(missing: dict[int, list[str]], plan: Plan, note: Callable[[str], None]) -> None:

@@ -8,12 +8,14 @@ import os
 import resource
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
 
 from shardwise.engines.engine import engine_named
+from shardwise.runs import EventLog, share_run
 from shardwise.units import ELEMENT_BYTES
 
 if TYPE_CHECKING:
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from shardwise.dist import World
     from shardwise.job import Job
     from shardwise.plans import Plan
-    from shardwise.runs import EventLog
     from shardwise.training.step.step import Mark, Step, StepReport
 
 
@@ -50,15 +51,23 @@ class Journal:
         self.samples += report.samples
         if not self._window.add(report) and not publish and not self._is_stopping:
             return False
-        self._mark("publish", report.number + 1)
+        self._publish(report.number + 1, stop=stop)
+        return self._is_stopping
+
+    def publish_rest(self) -> None:
+        """Write the steps that are not yet written, if any; communicates over the world then, on every rank."""
+        if self._window.last is not None:
+            self._publish(self._window.last.number + 1, stop=False)
+
+    def _publish(self, number: int, *, stop: bool) -> None:
+        self._mark("publish", number)
         published = self._window.publish(self._world, stop=stop)
         self._is_stopping |= published.pop("stop")
         self._events.write("steps", **published, memory_bytes=peak_bytes(self._world.device))
         self.skipped += published["skipped"]
         self.loss = published["losses"][-1]
         self._warn(published)
-        self._mark("data", report.number + 1)
-        return self._is_stopping
+        self._mark("data", number)
 
     def restart_clock(self) -> None:
         """Leave the time since the last publication out: it was not spent on steps."""
@@ -70,6 +79,44 @@ class Journal:
             if not math.isfinite(loss) and not self._has_warned:
                 self._events.write("note", text=f"the loss of step {number} is {loss}")
                 self._has_warned = True
+
+
+class Curves:
+    """Writes the steps and evaluations of a loop over steps to a run directory, where `shardwise watch` shows them."""
+
+    def __init__(self, step: Step, folder: Path | str) -> None:
+        """Open the run directory, and write what starts; communicates over the world, called on every rank."""
+        job, plan, world = step.source
+        self._events = EventLog(share_run(Path(folder)).events(world.rank))
+        self._events.write("start", **start_report(job, plan, world, step))
+        self._journal = Journal(world, self._events, step.mark)
+        self._last: StepReport | None = None
+
+    def add(self, report: StepReport) -> None:
+        """Take the report of a step; communicates over the world about once a second, called on every rank."""
+        self._journal.add(report, publish=False, stop=False)
+        self._last = report
+
+    def evaluation(self, values: dict[str, float]) -> None:
+        """Write what `evaluate` returned after the last step."""
+        if self._last is not None:
+            epoch = self._last.cursor.epoch
+            self._events.write("evaluation", step=self._last.number + 1, epoch=epoch, values=values)
+        self._journal.restart_clock()
+
+    def close(self) -> None:
+        """Write the steps that are not yet written; communicates over the world, called on every rank."""
+        self._journal.publish_rest()
+        self._events.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._events.close()  # other ranks may not come to a collective any more
 
 
 # The window: steps since the last publication, so that losses cost one collective a second, not one a step.
@@ -86,6 +133,11 @@ class Window:
         self.size = 1
         self._reports: list[StepReport] = []
         self._began = time.perf_counter()
+
+    @property
+    def last(self) -> StepReport | None:
+        """The newest report that is not yet published."""
+        return self._reports[-1] if self._reports else None
 
     def restart_clock(self) -> None:
         """Leave the time since the last publication out: it was not spent on steps."""

@@ -77,7 +77,7 @@ def run_loop(
             watch.after(step, batch, is_due=is_due)
             if test_set is not None and is_end:
                 step.mark("evaluate", step.number)
-                evaluation = evaluate(job, plan, world, step=step, dataset=test_set)
+                evaluation = evaluate(step, test_set)
                 events.write("evaluation", step=step.number, epoch=report.cursor.epoch, values=evaluation)
                 journal.restart_clock()
                 step.mark("data", step.number)
@@ -108,7 +108,16 @@ def _begin(
         events.write("note", text=text)
 
     def build(first_step: int) -> Step:
-        return build_step(job, plan, world, note=note, before_update=before_update, first_step=first_step, mark=mark)
+        return build_step(
+            job,
+            plan,
+            world,
+            note=note,
+            before_update=before_update,
+            first_step=first_step,
+            mark=mark,
+            report_loss=job.on_step is not None,
+        )
 
     resumed = saving.resume(build) if saving is not None else None
     return resumed if resumed is not None else build(0)

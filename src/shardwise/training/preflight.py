@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from shardwise.data.tokens import check_token_loss
+from shardwise.data.rows import check_token_loss
 from shardwise.dist import local_world
 from shardwise.engines.engine import engine_named
 from shardwise.errors import JobError, PlanError, RankFailedError, some_of

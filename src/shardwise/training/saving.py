@@ -7,7 +7,7 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.checkpoint import (
     AsyncSaver,
@@ -122,11 +122,7 @@ class Saving:
         began = time.perf_counter()
         previous = self._settle()
         waited_s = time.perf_counter() - began
-        facts = state_facts(self._job, self._plan, self._world, step) | {"metrics": evaluation}
-        tensors = state_tensors(step, self._plan.replica(self._world.rank))
-        if self._job.state is not None:
-            facts["user"], own = split_state(self._job.state.state_dict())
-            tensors |= own
+        tensors, facts = state_of(step, evaluation)
         try:
             if not self._has_shared_storage:
                 check_storage(self.folder, group=self._group)
@@ -168,6 +164,17 @@ class Saving:
 
     def _note(self, text: str) -> None:
         self._events.write("note", text=text)
+
+
+def state_of(step: Step, evaluation: dict[str, float]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and facts of a checkpoint of a step; communicates over the world, on every rank."""
+    job, plan, world = step.source
+    facts = state_facts(job, plan, world, step) | {"metrics": evaluation}
+    tensors = state_tensors(step, plan.replica(world.rank))
+    if job.state is not None:
+        facts["user"], own = split_state(job.state.state_dict())
+        tensors |= own
+    return tensors, facts
 
 
 # Resuming: a step built where a checkpoint ends, with all of its state put into it.

@@ -86,9 +86,9 @@ def state_facts(job: Job, plan: Plan, world: World, step: Step) -> dict[str, Any
 
 
 def restore_random(facts: Mapping[str, Any], plan: Plan, world: World, step: Step) -> bool:
-    """Go on drawing where each rank was; false where the layout is another one and a fresh stream begins.
+    """Continue the generators of each rank; false where the layout is another one and a fresh stream begins.
 
-    A fresh stream depends on the seed, the reader and the step, so it is the same however often it is resumed.
+    A fresh stream depends on the seed, the data-parallel rank and the step, so every resume begins the same one.
     """
     states = facts.get("random", {})
     if facts.get("layout") != str(plan.layout) or str(world.rank) not in states:
@@ -149,10 +149,11 @@ def _groups(step: Step, world: World) -> list[dict[str, Any]]:
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
     """Keep of a parameter group what JSON can hold."""
     kept = {key: value for key, value in group.items() if key != "params"}
-    return {key: value for key, value in kept.items() if _is_plain(value)}
+    return {key: value for key, value in kept.items() if is_plain(value)}
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Whether JSON can hold a value."""
     try:
         msgspec.json.encode(value)
     except (TypeError, ValueError, msgspec.MsgspecError):

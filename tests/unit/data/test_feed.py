@@ -34,7 +34,7 @@ class Stream(IterableDataset):
 
 def index_feed(world, *, length=23, batch_size=12, accumulation=2, num_steps=6, workers=0, loss=None):
     slices = Slices(
-        batch_size=batch_size, accumulation=accumulation, reader=world.rank, readers=world.size, length=length
+        batch_size=batch_size, accumulation=accumulation, dp_rank=world.rank, dp_size=world.size, length=length
     )
     loader = IndexLoader(Numbers(length), slices, seed=5, first_step=0, num_steps=num_steps, num_workers=workers)
     group = world.group(range(world.size))
@@ -122,8 +122,8 @@ def stream_feed(world, *, length, num_steps, accumulation=1, workers=0, micro_ba
     group = world.group(range(world.size)) if world.size > 1 else None
     loader = StreamLoader(
         kind(length),
-        reader=world.rank,
-        readers=world.size,
+        dp_rank=world.rank,
+        dp_size=world.size,
         micro_batch=micro_batch,
         accumulation=accumulation,
         num_steps=num_steps,

@@ -4,13 +4,13 @@ from refusals import refuses
 from shardwise.data.cursor import Slices
 
 
-@pytest.mark.parametrize("readers", [1, 2, 3, 4])
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("accumulation", [1, 2, 5])
 @pytest.mark.parametrize("length", [1, 119, 120, 121, 257])
-def test_readers_and_micro_batches_cover_every_place_once(readers, accumulation, length):
+def test_readers_and_micro_batches_cover_every_place_once(dp_size, accumulation, length):
     parts = [
-        Slices(batch_size=120, accumulation=accumulation, reader=reader, readers=readers, length=length)
-        for reader in range(readers)
+        Slices(batch_size=120, accumulation=accumulation, dp_rank=dp_rank, dp_size=dp_size, length=length)
+        for dp_rank in range(dp_size)
     ]
     for step in range(parts[0].steps_per_epoch):
         spans = [span for part in parts for span in part.places(step)]
@@ -22,12 +22,12 @@ def test_readers_and_micro_batches_cover_every_place_once(readers, accumulation,
 def test_short_step_is_spread_evenly():
     sizes = [
         stop - start
-        for reader in range(4)
-        for start, stop in Slices(batch_size=8, accumulation=1, reader=reader, readers=4, length=6).places(0)
+        for dp_rank in range(4)
+        for start, stop in Slices(batch_size=8, accumulation=1, dp_rank=dp_rank, dp_size=4, length=6).places(0)
     ]
     assert sorted(sizes) == [1, 1, 2, 2]
 
 
 def test_empty_dataset_is_refused():
     with refuses("data.no-samples"):
-        Slices(batch_size=1, accumulation=1, reader=0, readers=1, length=0)
+        Slices(batch_size=1, accumulation=1, dp_rank=0, dp_size=1, length=0)

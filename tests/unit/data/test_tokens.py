@@ -6,7 +6,7 @@ import torch
 import shardwise as sw
 from jobs import sentences_job
 from refusals import refuses
-from shardwise.data.tokens import TokenCut, check_token_loss
+from shardwise.data.rows import TokenCut, check_token_loss
 
 TOKENS = torch.arange(24).reshape(2, 12)
 

@@ -24,7 +24,7 @@ def evaluated(world):
     job = sentences_job("llama-tiny", metrics={"right": RIGHT}, steps=1)
     plan = sw.Plan.preset("cp", world.size, batch_size=8)
     step = build_step(job, plan, world)
-    return evaluate(job, plan, world, step=step, dataset=SENTENCES)
+    return evaluate(step, SENTENCES)
 
 
 def test_evaluation_on_slices_is_evaluation_of_whole_sequences():

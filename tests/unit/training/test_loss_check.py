@@ -223,7 +223,7 @@ def test_evaluation_counts_samples_whatever_the_length_of_the_first_tensor():
     def body(world):
         plan = dataclasses.replace(sw.Plan.preset("ddp", world.size, batch_size=8), precision=FP64)
         step = sw.build_step(job, plan, world)
-        found = evaluate(job, plan, world, step=step, dataset=points(7))["loss"]
+        found = evaluate(step, points(7))["loss"]
         batch = collate([points(8)[index] for index in range(7)])
         wanted = loss.sum(forward(step.model.module if world.size > 1 else step.model, batch), batch) / 7
         return found, wanted.item()

@@ -24,9 +24,9 @@ from shardwise.plans.catalogue import DecoderConfig
 from shardwise.plans.pipeline import SCHEDULES, check_pipeline, split_layers
 from shardwise.plans.plan import Pipeline
 from shardwise.testing import run_ranks
-from shardwise.training.reading import Length
+from shardwise.training.evaluate import Length
 from shardwise.training.step.pipeline import PipelineStep
-from shardwise.training.step.step import Autocast, StepParts
+from shardwise.training.step.step import Autocast, StepParts, StepSource
 from shardwise.training.step.update import Updated
 
 VOCAB, TOKENS, ROWS = 13, 6, 2
@@ -105,6 +105,7 @@ def on_a_rank(world, *, make, plan, steps, job, prepare, autocast):
     for stage in stages if prepare is not None else ():
         prepare(stage)
     parts = StepParts(
+        source=StepSource(job, plan, world),
         optimized=Optimized(
             optimizer=torch.optim.AdamW([p for stage in stages for p in stage.parameters()], lr=1e-2), named=[]
         ),

@@ -52,7 +52,7 @@ def trained(world, job, plan):
         "weights": {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in step.named_parameters()},
         "whole": step.whole_weights(),
         "elements": step.num_parameters,
-        "evaluation": evaluate(job, plan, world, step=step, dataset=sequences("test")),
+        "evaluation": evaluate(step, sequences("test")),
     }
 
 

@@ -135,6 +135,7 @@ class EngineUpdate:
     def __init__(self, engine: Any, norm: GradNorm | None, device: torch.device) -> None:
         """`norm` is given where the engine looks at none by itself: stage 0 in fp32."""
         self._engine = engine
+        self.norm = None  # the engine clips by itself
         self._norm = norm
         self._device = device
         self._scale = _Scale(engine.optimizer.loss_scaler, device) if engine.fp16_enabled() else None

@@ -48,11 +48,13 @@ class MlxStep(MlxState):
     ) -> None:
         super().__init__(trained)
         self.feed, self.length, self.mark = around.feed, around.length, around.mark
+        self.source = around.source
         self.number = around.first_step
         self.base_rates = [group.settings["lr"] for group in trained.groups]
         self._functions = functions
         self._rate_factor = job.schedule
         self._before_update = around.before_update
+        self._reduce_loss = around.reduce_loss
         self._note: Callable[[str], None] | None = note
 
     def __call__(self, batch: StepBatch) -> StepReport:
@@ -84,15 +86,17 @@ class MlxStep(MlxState):
         if is_finite:
             self._functions.move(gradients, norm)
         mx.async_eval(self.model.state, self.optimizer.state)  # type: ignore[no-untyped-call]
+        loss_sum = to_torch(total)
         report = StepReport(
             self.number,
             batch.cursor,
-            to_torch(total),
+            loss_sum,
             batch.samples,
             batch.denominator,
             rate,
             grad_norm,
             0.0 if is_finite else 1.0,
+            None if self._reduce_loss is None else self._reduce_loss.begin(loss_sum, batch.denominator),
         )
         self.number += 1
         self.mark("data", self.number)

@@ -13,8 +13,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from shardwise.data.rows import tensors
-from shardwise.data.tokens import TOKENS, TokenCut, check_token_loss
+from shardwise.data.rows import TOKENS, TokenCut, check_token_loss, tensors
 from shardwise.errors import JobError, PlanError, ShardwiseError
 from shardwise.layout import Layout
 from shardwise.parallel.context import check_context

@@ -75,7 +75,7 @@ class LossCheck:
                 "Loss.sum returns the same for rows given once and twice, as a mean does, and Loss.count divides it"
                 " again",
                 code="loss.sum-is-mean",
-                fix='return a sum over rows, such as cross_entropy(..., reduction="sum")',
+                fix='return a sum over rows, as by cross_entropy(..., reduction="sum"), or give sw.Loss.from_mean(...)',
             )
         times = f"{ratio:.4g} and {counts[1] / (counts[0] or 1):.4g} times"
         self._note(

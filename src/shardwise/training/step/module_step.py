@@ -83,17 +83,17 @@ class ModuleStep:
         return whole_weights(self.model)
 
     @contextmanager
-    def evaluating(self, readers: dist.ProcessGroup | None) -> Iterator[None]:
-        """Put the model into evaluation, with one set of buffers for all readers; communicates over their group.
+    def evaluating(self, dp_group: dist.ProcessGroup | None) -> Iterator[None]:
+        """Put the model into evaluation, with rank 0's buffers on all; communicates over the data-parallel group.
 
         Local batch statistics differ by rank, and one model is evaluated, not one per rank.
         """
         module = unwrap(self.model)
         modes = [(part, part.training) for part in module.modules()]
         module.eval()
-        if readers is not None:
+        if dp_group is not None:
             for buffer in module.buffers():
-                dist.broadcast(buffer, group=readers, group_src=0)
+                dist.broadcast(buffer, group=dp_group, group_src=0)
         try:
             yield
         finally:

@@ -16,8 +16,8 @@ from shardwise.parallel.collectives import parameters_of
 from shardwise.parallel.stage_gate import TieSync, tied_copies
 from shardwise.parallel.stage_values import refuse_exchanged
 from shardwise.training.step.first_step_checks import LossCheck
-from shardwise.training.step.optimizer_step import OptimizerStep, measured
 from shardwise.training.step.pipeline_schedule import Relay
+from shardwise.training.step.plain import OptimizerStep, measured
 from shardwise.training.step.step import NOTHING
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class PipelineStep(OptimizerStep):
             return self._schedule
         if shape not in self._ports:
             if self._ports and self._plan.zero >= 2:
-                # Finding the shape of what travels runs a forward, which on shards all readers must do together.
+                # Finding the shape of what travels runs a forward, which data-parallel ranks of shards do together.
                 raise JobError(
                     "batches of this step have another shape than those before, and the pipeline's stages are sharded",
                     code="support.pipeline-shape-changed",
@@ -208,10 +208,7 @@ class PipelineStep(OptimizerStep):
         self._set_real_rows(micro_batch)
         is_short = rows < filled and self._job.loss.by_row
         received = [stage.received for stage in self._stages]
-        with (
-            self._keyed(module, micro_batch),
-            self._output_rows.watching(batch, received) if is_short else NOTHING,
-        ):
+        with self._keyed(module, micro_batch), self._output_rows.watching(batch, received) if is_short else NOTHING:
             output = self._job.forward(module, batch)
         if is_short:
             output = self._output_rows.cut(output, rows, filled)

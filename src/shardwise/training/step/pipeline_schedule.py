@@ -74,12 +74,7 @@ class _PlacedStage(PipelineStage):
     before_backward: Callable[[int], None]
 
     def __init__(
-        self,
-        stage: Stage,
-        ports: Ports,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        mark: Callable[[str], None],
+        self, stage: Stage, ports: Ports, group: dist.ProcessGroup, device: torch.device, mark: Callable[[str], None]
     ) -> None:
         super().__init__(
             stage, stage.index, stage.num_stages, device, input_args=ports[0], output_args=ports[1], group=group

@@ -5,25 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from shardwise.environment import profiler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    import torch.distributed as dist
     from torch import Tensor, nn
 
     from shardwise.data.cursor import Cursor
     from shardwise.data.feed import Feed, MicroBatch, StepBatch
-    from shardwise.job import Metric
+    from shardwise.dist import World
+    from shardwise.job import Job, Metric
     from shardwise.parallel.gradsync import GradSync
     from shardwise.parallel.optimizer import Optimized
-    from shardwise.training.reading import Length
+    from shardwise.plans import Plan
+    from shardwise.training.evaluate import Length
     from shardwise.training.step.module_step import Forms, Held
     from shardwise.training.step.update import Update
 
@@ -101,6 +103,36 @@ NOTHING = nullcontext()
 """One for all: making one costs 0.3 us a step."""
 
 
+class LossSum(msgspec.Struct, frozen=True, gc=False):
+    """The loss of a step while it is reduced over the world."""
+
+    values: Tensor
+    """Sum of the loss and what it is divided by, summed over `num_ranks`; fp64, on the device."""
+    num_ranks: int
+    work: dist.Work
+
+    def read(self) -> float:
+        """Wait for the reduction, which every rank began in its step, and return the mean."""
+        self.work.wait()
+        total, normalizer = self.values.tolist()
+        # All ranks know one normalizer, or that of their own replica: its mean over the world is the global one.
+        return float(total / (normalizer / self.num_ranks or 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossReduction:
+    """Reduces the loss of every step over the world while the next one trains: reading it communicates nothing."""
+
+    group: dist.ProcessGroup
+    num_ranks: int
+
+    def begin(self, total: Tensor, normalizer: float) -> LossSum:
+        """Begin to reduce this rank's loss sum; communicates over the group, called on every rank in every step."""
+        values = torch.stack((total.double(), torch.full_like(total, normalizer, dtype=torch.float64)))
+        work = dist.all_reduce(values, group=self.group, async_op=True)
+        return LossSum(values, self.num_ranks, work)
+
+
 class StepReport(msgspec.Struct, frozen=True, gc=False):
     """What one optimizer step did. Tensors stay on the device until somebody reads them."""
 
@@ -112,21 +144,33 @@ class StepReport(msgspec.Struct, frozen=True, gc=False):
     """Over this rank's real rows; 0 where a tensor-parallel peer already reports the same rows, and on pipeline stages
     before the last: summed over all ranks, every row counts once."""
     samples: int
-    """Real samples over all readers."""
+    """Real samples over all data-parallel ranks."""
     denominator: float
-    """What the loss counts, over all readers; where replicas train on their own, as if each counted what this does."""
+    """The loss normalizer over all data-parallel ranks; of replicas that train apart, as if all counted alike."""
     lr: float
     """Learning rate of the first parameter group."""
     grad_norm: Tensor | None
     """Norm of the whole gradient before clipping; None when nothing needed it."""
     skipped: Tensor | float
-    """1.0 when the gradient was not finite and the optimizer stood still; on all ranks of a step alike; else 0.0."""
+    """1.0 when the gradient was not finite and the step was skipped, on all ranks alike; else 0.0."""
+
+    reduced: LossSum | None = None
+    """The loss on its way over the world; None in a world of one."""
+
+    @property
+    def loss(self) -> float:
+        """Mean of the loss over the global batch, equal on every rank under every plan.
+
+        Every step reduces it beside its gradients. Reading it waits for the device and communicates nothing, so one
+        rank may read it alone.
+        """
+        return float(self.loss_share) if self.reduced is None else self.reduced.read()
 
     @property
     def loss_share(self) -> Tensor:
         """This rank's share of the loss: summed over all ranks, under every plan, the mean over the global batch.
 
-        `world.sum({"loss": float(report.loss_share)})["loss"]` is therefore the global loss, equal on every rank.
+        `loss` has that sum on every rank already.
         """
         return self.loss_sum / (self.denominator or 1)  # 0: nothing counts, and the sum is 0
 
@@ -145,9 +189,21 @@ class Autocast:
         return torch.autocast(self.device_type, self.dtype)
 
 
+class StepSource(NamedTuple):
+    """What a step was built from."""
+
+    job: Job
+    plan: Plan
+    world: World
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """What a step is told of besides its model."""
+    """What a step is given besides its model."""
+
+    source: StepSource
+    reduce_loss: LossReduction | None = None
+    """None in a world of one, and where nobody reads the loss of a step."""
 
     feed: Feed
     length: Length
@@ -182,6 +238,8 @@ class StepParts(StepContext):
 class Step(Protocol):
     """One optimizer step under any strategy and any engine; the mode is chosen once, at build."""
 
+    source: StepSource
+    """The job, plan and world that it was built from."""
     feed: Feed
     model: Any
     """The user's own module as it is trained: torch's under its strategy, or another engine's."""
@@ -239,8 +297,8 @@ class Step(Protocol):
     def put_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Replace this rank's own gradients before they are used."""
 
-    def evaluating(self, readers: dist.ProcessGroup | None) -> AbstractContextManager[None]:
-        """Put the model into evaluation, with one set of buffers for all readers; communicates over their group."""
+    def evaluating(self, dp_group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
+        """Put the model into evaluation, with rank 0's buffers on all; communicates over the data-parallel group."""
 
     def measure(self, micro_batch: MicroBatch, measures: Mapping[str, Metric]) -> dict[str, float]:
         """Return sum (name) and count (name/count) of each measure over real rows, {} where others know them."""

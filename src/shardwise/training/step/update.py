@@ -33,6 +33,10 @@ class Updated(NamedTuple):
 class Update(Protocol):
     """Turns summed gradients into an optimizer step."""
 
+    @property
+    def norm(self) -> GradNorm | None:
+        """Of the whole gradient; None where an engine has it to itself."""
+
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss to back-propagate."""
 
@@ -46,7 +50,8 @@ class Update(Protocol):
 class PlainUpdate:
     """The optimizer step, unless a gradient is not finite; for gradients that are whole and equal on every rank."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, norm: GradNorm, parameters: Sequence[nn.Parameter]) -> None:
+        self.norm = norm
         self._parameters = parameters
         self._one = torch.ones((), device=parameters[0].device)
 
@@ -71,7 +76,7 @@ class NormedUpdate:
     """Looks at the norm of the whole gradient: clips it if asked; a non-finite norm skips the step."""
 
     def __init__(self, norm: GradNorm, clip_norm: float | None) -> None:
-        self._norm = norm
+        self.norm = norm
         self._clip_norm = clip_norm
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -80,9 +85,9 @@ class NormedUpdate:
 
     def __call__(self, optimizer: Optimizer) -> Updated:
         """Clip and move; every rank sees the same norm, so all skip or none."""
-        norm = self._norm()
+        norm = self.norm()
         if self._clip_norm is not None:
-            self._norm.scale(clip_factor(norm, self._clip_norm))
+            self.norm.scale(clip_factor(norm, self._clip_norm))
         return Updated(norm, step_unless(optimizer, not_finite(norm)))
 
     def state(self) -> dict[str, Tensor]:
@@ -95,7 +100,7 @@ class ScaledUpdate:
 
     def __init__(self, norm: GradNorm, clip_norm: float | None, device: torch.device, gain: int) -> None:
         """`gain` is that of the gradient sync: where it averages, gradients of one rank are that much larger."""
-        self._norm = norm
+        self.norm = norm
         self._clip_norm = clip_norm
         # So that an overflow, and the skipped step after it, does not come sooner on more ranks.
         self.loss_scale = torch.full((), _FIRST_SCALE / gain, device=device)
@@ -107,11 +112,11 @@ class ScaledUpdate:
 
     def __call__(self, optimizer: Optimizer) -> Updated:
         """Unscale, clip and move; the norm is of the whole gradient, so every rank skips or none."""
-        norm = self._norm() / self.loss_scale
+        norm = self.norm() / self.loss_scale
         factor = self.loss_scale.reciprocal()
         if self._clip_norm is not None:
             factor = factor * clip_factor(norm, self._clip_norm)
-        self._norm.scale(factor)
+        self.norm.scale(factor)
         overflow = not_finite(norm)
         skipped = step_unless(optimizer, overflow)
         update_loss_scale(
@@ -156,9 +161,9 @@ def step_unless(optimizer: Any, overflow: Tensor) -> Tensor | float:
 
 
 def choose_update(
-    norm: GradNorm, *, parameters: Sequence[nn.Parameter], whole: bool, clip_norm: float | None, fp16_gain: int | None
+    norm: GradNorm, *, parameters: Sequence[nn.Parameter], clip_norm: float | None, fp16_gain: int | None
 ) -> Update:
-    """Pick the update once, at build; `whole` gradients are the same on every rank.
+    """Pick the update once, at build.
 
     `fp16_gain` is None unless compute is in fp16, then the gain of the gradient sync.
     """
@@ -166,6 +171,6 @@ def choose_update(
         return ScaledUpdate(norm, clip_norm, parameters[0].device, fp16_gain)
     # PlainUpdate's kernel also writes the gradients back: on a GPU, where memory is what costs, that is 1 % of a step
     # of a billion parameters (H200); the norm, which only reads, is 0.4 %. On a CPU the kernel has fewer calls.
-    if clip_norm is None and whole and parameters[0].device.type == "cpu":
-        return PlainUpdate(parameters)
+    if clip_norm is None and norm.is_local and parameters[0].device.type == "cpu":
+        return PlainUpdate(norm, parameters)
     return NormedUpdate(norm, clip_norm)

@@ -26,7 +26,7 @@ def train(world, *, kind, accumulation=1, precision="fp32", batch_norm="sync", *
     plan = make_plan(job, world.size, accumulation=accumulation, precision=precision, batch_norm=batch_norm)
     step = build_step(job, plan, world)
     reports = [step(batch) for batch in step.feed]
-    evaluation = evaluate(job, plan, world, step=step, dataset=job.data("test"))
+    evaluation = evaluate(step, job.data("test"))
     losses = [float(report.loss_share) for report in reports]
     return losses, [float(report.grad_norm) for report in reports], values_of(step), evaluation
 

@@ -149,7 +149,7 @@ def test_a_loss_over_whole_batches_gets_arrays_in_training_and_evaluation():
         plan = make_plan(job)
         step = build_step(job, plan, world)
         losses = run(step)
-        found = evaluate(job, plan, world, step=step, dataset=job.data("test"))
+        found = evaluate(step, job.data("test"))
     assert losses == pytest.approx(trained(make_job())[0], rel=1e-6)
     assert found["loss"] < losses[0]
 
@@ -289,7 +289,7 @@ def test_evaluation_leaves_statistics_alone_and_gives_torchs_numbers(tmp_path):
             step = build_step(job, plan, world)
             run(step, 3)
             before = values_of(step)
-            found.append(evaluate(job, plan, world, step=step, dataset=job.data("test")))
+            found.append(evaluate(step, job.data("test")))
             assert_close(values_of(step), before, 0.0)
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 

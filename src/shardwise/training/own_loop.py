@@ -1,0 +1,248 @@
+"""What a training loop of one's own needs: a parallel model, its data, autocast, accumulation and clipping.
+
+Each is a function over the core that `train` uses. Gradients come out averaged over data-parallel ranks, as DDP does,
+so a mean loss over equal numbers of rows trains as one process does on the whole batch.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from shardwise.data.rows import map_tensors
+from shardwise.data.sharded_loader import DataRank, EvaluationLoader, ReadOptions, ShardedLoader, options_of
+from shardwise.dist import world as running_world
+from shardwise.errors import DataError, PlanError
+from shardwise.job.job import as_rules
+from shardwise.parallel.apply import apply_plan
+from shardwise.parallel.collectives import parameters_of, stages_of
+from shardwise.parallel.first_passes import watch_inputs
+from shardwise.parallel.gradsync import local, scale_gradients, without_reduction
+from shardwise.parallel.meta_model import built_meta_model
+from shardwise.parallel.parameter_rules import check_dtypes
+from shardwise.parallel.sharded import DTYPES, LOWER, ReducedList
+from shardwise.parallel.tensor_gradients import refuse_unequal, unequal_gradients
+from shardwise.parallel.tensor_rules import find_rules
+from shardwise.parallel.weights import share_values
+from shardwise.plans.batch import split_batch
+from shardwise.training.build import find_place
+from shardwise.training.preflight import check_own_loop
+from shardwise.training.step.plain import OptimizerStep
+from shardwise.training.step.update import clip_factor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.data import Dataset
+
+    from shardwise.dist import World
+    from shardwise.plans import Plan
+
+
+def parallelize(
+    model: nn.Module, plan: Plan, world: World | None = None, *, tensor_rules: Mapping[str, str] | str | None = None
+) -> nn.Module:
+    """Put a plain module under `plan` on this rank's device; communicates over the world, called on every rank.
+
+    All ranks get rank 0's values. Make the optimizer afterwards: parameters may be shards then. Gradients are averaged
+    over data-parallel ranks. The forward pass computes in `plan.precision.compute` and returns fp32; `autocast(plan)`
+    does so for what the loop computes outside of the model. `tensor_rules` say how tensor parallelism splits modules,
+    by name, or the path of a file with them; None asks the model. Without `world` the running one is used.
+    """
+    world = world or running_world()
+    check_own_loop(model, plan)
+    if plan.precision.parameter == "fp64":
+        model = model.double()
+    check_dtypes(model, plan, adapted=False)
+    if world.size > 1:
+        share_values(model, world.device)
+    place = find_place(plan, world)
+    _compute_in(model, world.device, LOWER.get(plan.precision.compute))
+    meta_model = built_meta_model(model)
+    if plan.layout.tp > 1:
+        meta_model = replace(meta_model, tensor_rules=find_rules(model, as_rules(tensor_rules)))
+    parallel = apply_plan(meta_model, plan, place)
+    peers = world.axis_group(plan.layout, ("tp",), on_host=True)
+    if peers is not None and world.backend != "fake":
+        named = list(stages_of(parallel)[0].named_parameters())
+        dtype = DTYPES[plan.precision.compute]
+        watch_inputs(parallel, peers, lambda: refuse_unequal(unequal_gradients(named, peers, dtype)))
+    if isinstance(parallel, FSDPModule):
+        ReducedList(parallel, place.host_dp_group, by_itself=True)
+    for part in parallel.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(float(plan.layout.dp))
+    return parallel
+
+
+def _compute_in(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Have calls of a module run under autocast and return fp32; None leaves it alone.
+
+    By a class of its own, as FSDP2 does: a forward kept on the instance would follow into copies of the module and
+    compute with the weights of the first.
+    """
+    if dtype is None:
+        return
+    kind = type(model)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device.type, dtype):
+            output = kind.__call__(self, *args, **kwargs)
+        return map_tensors(_widened, output)
+
+    model.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """Return a tensor of half precision in fp32: losses are computed there, as under autocast."""
+    return tensor.float() if tensor.dtype in LOWER.values() else tensor
+
+
+def dataloader(
+    data: Dataset[Any] | DataLoader[Any],
+    plan: Plan,
+    world: World | None = None,
+    *,
+    batch_size: int | None = None,
+    shuffle: bool = True,
+    drop_last: bool | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    num_workers: int = 0,
+    seed: int = 0,
+    evaluate: bool = False,
+) -> ShardedLoader | EvaluationLoader:
+    """Return this data-parallel rank's share of a dataset, or of a DataLoader's, as batches on its device.
+
+    `batch_size` counts samples over all data-parallel ranks, each of which gets an equal part of every batch; ranks of
+    one tp, cp or pp group get the same. It is the DataLoader's, else the plan's micro-batch on every rank. Each loop
+    reads one epoch, in an order of (seed, epoch) alone; `state_dict` and `load_state_dict` continue inside an epoch at
+    any number of ranks. `drop_last` says what becomes of a last batch that ranks cannot share evenly: True drops it,
+    False keeps it (then back-propagate `loss * loader.scale`), None refuses. With `evaluate` every sample comes once,
+    in order, in equally many batches on every rank. Of a DataLoader its own options count. A stream (IterableDataset)
+    keeps its own order.
+    """
+    world = world or running_world()
+    dp = plan.layout.dp
+    if isinstance(data, DataLoader):
+        options, dataset = options_of(data, seed), data.dataset
+        if drop_last is not None:
+            options = replace(options, drop_last=drop_last)
+    else:
+        dataset = data
+        options = ReadOptions(
+            batch_size=batch_size or plan.micro_batch * dp,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            collate=collate,
+            num_workers=num_workers,
+            seed=seed,
+        )
+    if isinstance(data, DataLoader) and (batch_size, shuffle, collate, num_workers) != (None, True, None, 0):
+        raise DataError(
+            "sw.dataloader was given a DataLoader, which says by itself how it reads, and options beside it",
+            code="data.loader-with-options",
+            fix="give the dataset with the options, or the DataLoader without",
+        )
+    rank = DataRank(
+        index=plan.layout.data_index(world.rank),
+        size=dp,
+        device=world.device,
+        float_dtype=torch.float64 if plan.precision.compute == "fp64" else None,
+        group=world.axis_group(plan.layout, ("replicate", "shard"), on_host=True),
+    )
+    if evaluate:
+        return EvaluationLoader(dataset, options, rank)
+    split_batch(options.batch_size, dp=dp)
+    return ShardedLoader(dataset, options, rank)
+
+
+def autocast(plan: Plan) -> AbstractContextManager[Any]:
+    """Return a context in which torch computes in the precision of `plan`; one that does nothing in fp32 and fp64."""
+    dtype = LOWER.get(plan.precision.compute)
+    contexts = ExitStack()
+    if dtype is not None:
+        contexts.enter_context(torch.autocast("cpu", dtype))
+        if torch.cuda.is_available():
+            contexts.enter_context(torch.autocast("cuda", dtype))
+    return contexts
+
+
+def no_sync(model: nn.Module) -> AbstractContextManager[Any]:
+    """Return a context whose backward passes add up gradients without reducing them over ranks.
+
+    For all micro-batches of an optimizer step but the last, forward included. The next backward pass outside reduces
+    the sum. `model` is what `parallelize` returned; called on every rank alike.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return model.no_sync()
+    if isinstance(model, FSDPModule):
+        return without_reduction([model])
+    return nullcontext()
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: nn.Module | Iterable[nn.Parameter] | OptimizerStep, max_norm: float) -> Tensor:
+    """Scale gradients so that the norm over the whole model is at most `max_norm`; return the norm before.
+
+    Takes a model, its parameters, or (in `before_update` of `build_step`) a step, whose pipeline stages count
+    together. Communicates over the ranks that share parameters; call it on every rank.
+    """
+    if isinstance(parameters, OptimizerStep):
+        return _clip_step(parameters, max_norm)
+    if isinstance(parameters, nn.Module):
+        parameters = [parameter for _, parameter in parameters_of(parameters)]
+    members = list(parameters)
+    norm = _norm_of(members)
+    scale_gradients(members, clip_factor(norm, max_norm))
+    return norm
+
+
+def _clip_step(step: OptimizerStep, max_norm: float) -> Tensor:
+    norm_of = step.update.norm
+    if norm_of is None:
+        raise PlanError(
+            f"{type(step).__name__} has an engine that clips gradients itself",
+            code="support.clip-by-engine",
+            fix="set Job.clip_norm",
+        )
+    norm: Tensor = norm_of() / step.update.state().get("loss_scale", 1.0)
+    norm_of.scale(clip_factor(norm, max_norm))
+    return norm
+
+
+def _norm_of(parameters: list[nn.Parameter]) -> Tensor:
+    """Return the norm of the whole gradient; communicates over every mesh that parameters are sharded on."""
+    device = local(parameters[0]).device
+    pieces: dict[tuple[DeviceMesh | None, int], list[Tensor]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        gradient = parameter.grad
+        copies = 1
+        if isinstance(gradient, DTensor):
+            placements = [Replicate() if each.is_partial() else each for each in gradient.placements]
+            gradient = gradient.redistribute(placements=placements)
+            for axis, placement in enumerate(placements):
+                copies *= gradient.device_mesh.size(axis) if placement.is_replicate() else 1
+        found = pieces.setdefault((mesh, copies), [])
+        if gradient is not None:
+            found.append(local(gradient))
+    squares: dict[DeviceMesh | None, Tensor] = {}
+    for (mesh, copies), tensors in pieces.items():
+        # In fp64: shards of one model may have several dtypes.
+        square = torch.nn.utils.get_total_norm(tensors).to(device, torch.float64).square() / copies
+        squares[mesh] = squares[mesh] + square if mesh in squares else square
+    for mesh, square in squares.items():
+        if mesh is not None:
+            for axis in range(mesh.ndim):
+                dist.all_reduce(square, group=mesh.get_group(axis))
+    return torch.stack(list(squares.values())).sum().sqrt()
