@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 
 from figures import figure
-from shardwise.bench.comm.collectives import CollectiveSpec, prepare
-from shardwise.bench.comm.spec import KINDS
-from shardwise.bench.comm.verdict import held_out_error
-from shardwise.bench.ranks import rank_zero
-from shardwise.bench.timing import calls_in_block, slowest, time_block, time_collective
 from shardwise.dist import world
+from shardwise.measurement.comm.collectives import CollectiveSpec, prepare
+from shardwise.measurement.comm.spec import KINDS
+from shardwise.measurement.comm.verdict import held_out_error
+from shardwise.measurement.ranks import rank_zero
+from shardwise.measurement.timing import calls_in_block, slowest, time_block, time_collective
 from shardwise.units import write_size
 
 MOVING = tuple(name for name, kind in KINDS.items() if kind.traffic != "none")

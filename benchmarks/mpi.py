@@ -28,19 +28,19 @@ import torch
 import torch.distributed as dist
 
 from figures import figure
-from shardwise.bench.comm.collectives import CollectiveSpec, prepare
-from shardwise.bench.overlap import Effort, measure_overlap
-from shardwise.bench.ranks import rank_zero, require_backend
-from shardwise.bench.timing import time_collective
 from shardwise.dist import world
 from shardwise.errors import ShardwiseError
 from shardwise.job import load_job, refer
 from shardwise.launcher.mpirun import find_mpirun
+from shardwise.measurement.comm.collectives import CollectiveSpec, prepare
+from shardwise.measurement.overlap import Effort, measure_overlap
+from shardwise.measurement.ranks import rank_zero, require_backend
+from shardwise.measurement.timing import time_collective
 from shardwise.planner.settle import LocalDevice, settle
 from shardwise.units import write_size
 
 if TYPE_CHECKING:
-    from shardwise.bench.split import Split
+    from shardwise.measurement.split import Split
 
 RANKS = 2
 SIZES = tuple(1 << power for power in range(12, 27, 2))

@@ -162,7 +162,7 @@ def measure(drawn: Configuration, device: str) -> dict:
 
 
 def measure_step(step, device: str) -> dict:
-    from shardwise.bench.memory import LiveBytes
+    from shardwise.measurement.memory import LiveBytes
 
     numel = sum(parameter.numel() for _, parameter in step.named_parameters())
     if device == "cpu":

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 
 from figures import figure
-from shardwise.bench.calibrate import calibrate
-from shardwise.bench.step import measure_ranks, rehearse
 from shardwise.hardware.cluster import this_machine
 from shardwise.job import load_job, refer
+from shardwise.measurement.calibrate import calibrate
+from shardwise.measurement.step import measure_ranks, rehearse
 from shardwise.planner.cost.time import predict_time
 from shardwise.planner.search.search import Question, search
 from shardwise.planner.trace.trace import describe

@@ -19,10 +19,10 @@ from figures import figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit"))
 
-from monitor.synthetic import large_run
+from runs.synthetic import large_run
 
 from shardwise.monitor.server import increment
-from shardwise.monitor.view import RunView
+from shardwise.runs.state import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,10 +38,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         quarter = large_run(Path(folder) / "quarter", ranks=RANKS, steps=STEPS // 4)
         whole = large_run(Path(folder) / "whole", ranks=RANKS, steps=STEPS)
-        quarter_s = best(lambda: RunView(quarter).refresh_whole(), repeats)
-        whole_s = best(lambda: RunView(whole).refresh_whole(), repeats)
-        view = RunView(whole)
-        view.refresh_whole()
+        quarter_s = best(lambda: RunState(quarter).refresh_all(), repeats)
+        whole_s = best(lambda: RunState(whole).refresh_all(), repeats)
+        view = RunState(whole)
+        view.refresh_all()
         first = increment(view, "")
         look_s = best(view.refresh, repeats)
         answer_s = best(lambda: msgspec.json.encode(increment(view, first.cursor)), repeats)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shardwise.job.optimizers import SGD as sgd  # noqa: F401, N811 - lower case beside sw.adamw
     from shardwise.job.optimizers import AdamW as adamw  # noqa: F401, N813 - reads as what it does
     from shardwise.layout import Layout as Layout
+    from shardwise.measurement.specs import bench as bench
     from shardwise.parallel.collectives import full_state_dict as full_state_dict
     from shardwise.parallel.collectives import unwrap as unwrap
     from shardwise.parity.verify import verify as verify
@@ -56,6 +57,7 @@ _PUBLIC = {
     "ShardwiseError": ("shardwise.errors", "ShardwiseError"),
     "World": ("shardwise.dist", "World"),
     "adamw": ("shardwise.job.optimizers", "AdamW"),
+    "bench": ("shardwise.measurement.specs", "bench"),
     "autocast": ("shardwise.training.own_loop", "autocast"),
     "build_step": ("shardwise.training.build", "build_step"),
     "clip_grad_norm_": ("shardwise.training.own_loop", "clip_grad_norm_"),

@@ -15,6 +15,7 @@ import ast
 import functools
 import inspect
 import itertools
+import keyword
 import operator
 import textwrap
 import types
@@ -186,7 +187,8 @@ def _aliases(kind: type[Spec]) -> dict[str, str]:
 
 
 def _public_name(field: FlatField) -> str:
-    return next(iter(_long_names(field)), field.name)
+    name = next(iter(_long_names(field)), field.name)
+    return field.name if keyword.iskeyword(name) else name  # --async
 
 
 def _long_names(field: FlatField) -> list[str]:

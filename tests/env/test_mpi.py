@@ -14,7 +14,7 @@ import pytest
 from e2e.gallery import EXAMPLES, Chapter
 from env import mpi
 from env.ports import free_port
-from shardwise.bench.ranks import require_backend
+from shardwise.measurement.ranks import require_backend
 
 pytestmark = [mpi.needs_mpirun, pytest.mark.timeout(240)]
 

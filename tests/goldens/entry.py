@@ -10,10 +10,10 @@ from unittest import mock
 import msgspec
 
 from shardwise.cli.main import cli, main
-from shardwise.monitor.view import RunView
 from shardwise.parity.reference import true_double
 from shardwise.plans.toml import plan_from_toml, plan_to_toml
 from shardwise.runs import RunDirectory
+from shardwise.runs.state import RunState
 from shardwise.testing import run_ranks
 
 __all__ = [
@@ -48,9 +48,9 @@ def run_directory(path):
 
 def run_status(path):
     """Return what `shardwise watch` reads from a run directory: numbers and names, none of its sentences."""
-    view = RunView(RunDirectory(Path(path)))
-    view.refresh_whole()
-    status = msgspec.to_builtins(view.status())
+    state = RunState(RunDirectory(Path(path)))
+    state.refresh_all()
+    status = msgspec.to_builtins(state.status())
     names = ("job", "state", "began_at", "now", "step", "num_steps", "loss", "samples_per_s", "lr", "parameters")
     of_rank = ("rank", "host", "device", "pid", "phase", "since", "step", "memory_bytes", "state")
     return {

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.bench.calibrate import GPU, calibrate
-from shardwise.bench.step import rehearse
-from shardwise.bench.timing import COLLECTIVES, measure_collective, time_calls
+from shardwise.measurement.calibrate import GPU, calibrate
+from shardwise.measurement.step import rehearse
+from shardwise.measurement.timing import COLLECTIVES, measure_collective, time_calls
 from shardwise.plans import Plan, Precision
 
 pytestmark = pytest.mark.gpu

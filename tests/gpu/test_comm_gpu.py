@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from shardwise.bench.comm.spec import KINDS
 from shardwise.cli.main import main
+from shardwise.measurement.comm.spec import KINDS
 
 pytestmark = pytest.mark.gpu
 

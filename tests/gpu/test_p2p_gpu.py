@@ -3,17 +3,17 @@
 import pytest
 
 from refusals import refuses
-from shardwise.bench.explain.show import NAMES, check_names, explain_on_ranks
-from shardwise.bench.p2p.pairs import PairSpec, measure_pairs
-from shardwise.bench.p2p.ways import WAYS
-from shardwise.bench.ranks import on_ranks
 from shardwise.cli.main import main
+from shardwise.measurement.explain.show import NAMES, check_names, explain_on_ranks
+from shardwise.measurement.p2p.pairs import PairSettings, measure_pairs
+from shardwise.measurement.p2p.ways import WAYS
+from shardwise.measurement.ranks import on_ranks
 
 pytestmark = pytest.mark.gpu
 
 
 def test_ranks_that_share_a_gpu_measure_their_links_through_host_memory():
-    spec = PairSpec(large_bytes=1 << 20, budget_s=1.0, device="cuda", backend="gloo")
+    spec = PairSettings(large_bytes=1 << 20, budget_s=1.0, device="cuda", backend="gloo")
     first, second = on_ranks(measure_pairs, 2, spec)
     assert first == second
     assert {cell.way for cell in first.timings} == set(WAYS)
@@ -23,7 +23,7 @@ def test_ranks_that_share_a_gpu_measure_their_links_through_host_memory():
 
 def test_nccl_alone_has_nobody_to_send_to():
     with refuses("bench.too-few-ranks", "nccl"):
-        on_ranks(measure_pairs, 1, PairSpec(device="cuda"))
+        on_ranks(measure_pairs, 1, PairSettings(device="cuda"))
 
 
 def test_more_nccl_ranks_than_gpus_are_refused_in_one_sentence(capsys):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.bench.switch import SwitchedWorld, _Inside, replay
+from shardwise.measurement.switch import SwitchedWorld, _Inside, replay
 
 pytestmark = pytest.mark.gpu
 

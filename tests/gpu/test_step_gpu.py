@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.bench.profile import ProfileSpec
-from shardwise.bench.step import measure_step, rehearse
+from shardwise.measurement.profile import ProfileSpec
+from shardwise.measurement.step import measure_step, rehearse
 from shardwise.plans import Plan
 
 pytestmark = pytest.mark.gpu

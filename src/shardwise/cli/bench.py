@@ -1,24 +1,23 @@
-"""`shardwise bench`: the group of its commands, and what those that train a job share."""
+"""`shardwise bench`: collectives, links, overlap, scaling and steps."""
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardwise.cli.main import LazyGroup
-from shardwise.engines.backends import backend_row
-from shardwise.errors import LaunchError
-from shardwise.runs.console import complain, say
+from shardwise.cli.main import WITH_UNDERSCORES, LazyGroup, present, refuse_started_ranks, takes
+from shardwise.errors import InputError
+from shardwise.measurement.specs import CommSpec, OverlapSpec, P2pSpec, ScalingSpec, StepSpec, bench
+from shardwise.plans.toml import plan_to_toml
+from shardwise.runs.console import DONE, complain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from shardwise.bench.report.findings import Table
-    from shardwise.job import Job, JobReference
-    from shardwise.planner.settle import LocalDevice
-
+    from shardwise.plans import Plan
+    from shardwise.spec import Spec
 
 PARTS = {
     "comm": "Time, check and judge every collective, with the columns of nccl-tests.",
@@ -28,89 +27,123 @@ PARTS = {
     "step": "Run a few steps of a job under a plan: time by phase, throughput, memory.",
 }
 
+_FILE = click.Path(path_type=Path)
 
-@click.command("bench", cls=LazyGroup, parts=PARTS, prefix="bench_", no_args_is_help=True)
+
+@click.group("bench", cls=LazyGroup, parts=PARTS, no_args_is_help=True)
 def command() -> None:
     """Measure links, collectives, overlap, steps and scaling."""
 
 
-# What the parts of `bench` that train a job have in common: their device, tables, a word on a busy machine.
+def _outputs(call: Callable[..., int]) -> Callable[..., int]:
+    """Give a command --json and --report."""
+    page = click.option("--report", type=_FILE, help="Write a page (.html) or Markdown (.md) with plots.")
+    return click.option("--json", "as_json", is_flag=True, help="Write all that was found as JSON.")(page(call))
 
 
-def bench_device(asked: str | None, backend: str | None, nproc: int) -> tuple[LocalDevice, str]:
-    """Return what settling must know of the device, and the device that ranks open: gloo's may share one GPU."""
-    from shardwise.planner.settle import local_device
+def _measure(spec: Spec, *, as_json: bool, report: Path | None, **outputs: Callable[[Any], Any]) -> int:
+    """Measure, show, write the report and hand it to each of `outputs`; rank 0 alone does so in a started world."""
+    if report is not None:
+        from shardwise.measurement.report.write import check_report_path  # imports torch
 
-    shares = backend == "gloo"
-    where = local_device(asked, 1 if shares else nproc)
-    return where, "cuda:0" if shares and where.kind == "cuda" else where.kind
-
-
-def load_torch_job(reference: JobReference) -> Job:
-    """Load a job whose model is torch's."""
-    from shardwise.engines.engine import engine_named
-    from shardwise.job import load_job
-
-    job = load_job(reference)
-    fix = "shardwise train it, which reports samples per second"
-    engine_named(job.engine).require_torch_model(reference.name, "bench measures torch modules", fix=fix)
-    return job
+        check_report_path(report)
+    found = bench(spec)
+    if found is None:
+        return DONE
+    for write in outputs.values():
+        write(found)
+    if report is not None:
+        found.write(report)
+        complain(f"shardwise: report in {report}")
+    return present(found, as_json=as_json)
 
 
-def warn_if_busy() -> None:
-    """Say so where more is running than there are cores: what is measured then will vary."""
-    from shardwise.hardware import usable_cores
-
-    load, cores = os.getloadavg()[0], usable_cores()
-    if load > cores:
-        complain(f"shardwise: the machine is busy (load {load:.1f} on {cores} cores): expect wide spreads")
-
-
-def show_table(table: Table) -> None:
-    """Show rows under their header, the first column to the left and numbers to the right."""
-    rows = [table.header, *table.rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(table.header))]
-    for row in rows:
-        first, *others = zip(row, widths, strict=True)
-        say("  ".join([first[0].ljust(first[1]), *(text.rjust(width) for text, width in others)]).rstrip())
-
-
-# Options of bench about where ranks compute and what they talk over.
-
-
-def place_options(
-    *, device: str, backend: str, devices: Sequence[str] = ("cpu", "cuda")
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return what adds --device, one of `devices`, and --backend, in small letters, with these words of help.
-
-    Backend mpi alone asks for the CPU, and with anything else is refused.
-    """
-    options = (
-        click.option("--device", type=click.Choice(devices), callback=_settle_device, help=device),
-        # Eager, so that it is known when --device is settled.
-        click.option("--backend", metavar="NAME", is_eager=True, callback=_lower, help=backend),
-    )
-
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
-
-
-def _lower(_context: click.Context, _option: click.Parameter, name: str | None) -> str | None:
-    return None if name is None else name.lower()
-
-
-def _settle_device(context: click.Context, _option: click.Parameter, asked: str | None) -> str | None:
-    backend = backend_row(context.params["backend"])
-    if backend.default_device is None:
-        return asked
-    if asked not in (None, backend.default_device):
-        raise LaunchError(
-            f"--device {asked}, but --backend {backend.name} carries tensors of the CPU alone",
-            code="world.backend-device-mismatch",
-            fix="leave --device out, or use --backend nccl",
+def _check_folder(path: Path) -> None:
+    if not path.parent.is_dir() or path.is_dir():
+        raise InputError(
+            f"{path} cannot be written", code="cli.output-not-writable", fix="name a file in a folder that exists"
         )
-    return backend.default_device
+
+
+@command.command("comm", context_settings=WITH_UNDERSCORES)
+@takes(CommSpec)
+@_outputs
+@click.option("--csv", "csv_path", type=_FILE, help="Write the table to this file.")
+@click.option("--explain", metavar="NAME", help="Show on real ranks what a call does; all shows every one.")
+def comm(spec: CommSpec, *, as_json: bool, report: Path | None, csv_path: Path | None, explain: str | None) -> int:
+    """Time and check collectives on every size, dtype, reduce operation and group that is asked for.
+
+    Without COLLECTIVE: all of them. Exit code 3 when a result is wrong or slower than in the earlier run.
+    """
+    if explain:
+        from shardwise.cli.explain import explain as explain_call  # imports torch
+
+        place = spec.place
+        return explain_call(explain, spec.nproc, ops=spec.ops, device=place.device, backend=place.backend)
+    if csv_path is None:
+        return _measure(spec, as_json=as_json, report=report)
+    _check_folder(csv_path)
+    return _measure(spec, as_json=as_json, report=report, csv=lambda found: csv_path.write_text(found.to_csv()))
+
+
+@command.command("p2p", context_settings=WITH_UNDERSCORES)
+@takes(P2pSpec)
+@_outputs
+def p2p(spec: P2pSpec, *, as_json: bool, report: Path | None) -> int:
+    """Measure latency and bandwidth between all pairs of ranks, check what arrives, and find the slow link.
+
+    Alone it starts ranks here; on many machines start it there:
+    shardwise launch --nnodes=2 ... -m shardwise bench p2p
+    """
+    return _measure(spec, as_json=as_json, report=report)
+
+
+@command.command("overlap", context_settings=WITH_UNDERSCORES, no_args_is_help=True)
+@takes(OverlapSpec)
+@_outputs
+@click.option("--out", type=_FILE, help="Write the plan with what is recommended: a .toml file.")
+def overlap(spec: OverlapSpec, *, as_json: bool, report: Path | None, out: Path | None) -> int:
+    """Measure a step of the Job in JOB.py with, without, and of communication alone, under settings of a plan."""
+    if out is None:
+        return _measure(spec, as_json=as_json, report=report)
+    if out.suffix != ".toml" or not out.parent.is_dir():
+        raise InputError(
+            f"--out {out} is not a path for a plan",
+            code="bench.plan-path-invalid",
+            fix="name a .toml file in a folder that exists",
+        )
+    return _measure(spec, as_json=as_json, report=report, out=lambda found: _write_plan(found.plan, out))
+
+
+def _write_plan(plan: Plan, out: Path) -> None:
+    try:
+        out.write_text(plan_to_toml(plan))
+    except OSError as error:
+        raise InputError(
+            f"{out} cannot be written ({error.strerror})", code="cli.output-write-failed", fix="name another path"
+        ) from None
+
+
+@command.command(
+    "scaling",
+    # Options stand before the script; the rest is the script's.
+    context_settings={**WITH_UNDERSCORES, "allow_interspersed_args": False},
+    no_args_is_help=True,
+)
+@takes(ScalingSpec)
+@_outputs
+def scaling(spec: ScalingSpec, *, as_json: bool, report: Path | None) -> int:
+    """Measure the throughput of a Job, or of any script, on more and more ranks of this machine."""
+    refuse_started_ranks("bench scaling starts its own ranks")
+    return _measure(spec, as_json=as_json, report=report)
+
+
+@command.command("step", context_settings=WITH_UNDERSCORES, no_args_is_help=True)
+@takes(StepSpec)
+@_outputs
+def step(spec: StepSpec, *, as_json: bool, report: Path | None) -> int:
+    """Run a few steps of the Job in JOB.py under a plan: time by phase, throughput, utilisation, memory.
+
+    Starts its own ranks; under srun, torchrun or shardwise launch it is one of theirs.
+    """
+    return _measure(spec, as_json=as_json, report=report)

@@ -22,15 +22,7 @@ PARTS = {
 }
 
 
-class _Parts(LazyGroup):
-    """The commands of this file, in the order of PARTS."""
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
-        """Return a command of this file."""
-        return self.commands.get(cmd_name)
-
-
-@click.group("doctor", cls=_Parts, parts=PARTS, invoke_without_command=True)
+@click.group("doctor", cls=LazyGroup, parts=PARTS, invoke_without_command=True)
 @click.option("--json", "as_json", is_flag=True, help="Print facts and verdicts as JSON.")
 @click.pass_context
 def command(context: click.Context, *, as_json: bool) -> int:

@@ -14,7 +14,7 @@ from shardwise.runs.console import DONE
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shardwise.bench.explain.show import Column, ExplainedPart, Explanation
+    from shardwise.measurement.explain.show import Column, ExplainedPart, Explanation
 
 WIDTH = 110
 """Columns that stand side by side are no wider than this together, and sentences are wrapped at it."""
@@ -29,9 +29,9 @@ def explain(
     Ranks are those of the world this process is in, else `nproc` are started (None: as many as show it best). `ops` is
     the one reduce operation to show.
     """
-    from shardwise.bench.explain.show import check_names, default_nproc, explain_on_ranks
-    from shardwise.bench.ranks import rank_zero
     from shardwise.hardware import probe_gpus
+    from shardwise.measurement.explain.show import check_names, default_nproc, explain_on_ranks
+    from shardwise.measurement.ranks import rank_zero
 
     size = identify().world_size
     if size == 1:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class LazyGroup(click.Group):
-    """Commands by name and help line, in that order; each is the `command` of a module of its own."""
+    """Commands by name and help line, in that order; each is in this group, or the `command` of its own module."""
 
     def __init__(self, *args: Any, parts: Mapping[str, str], prefix: str = "", kind: str = "part", **more: Any) -> None:
         """`parts` gives the help line of each name; its module is shardwise.cli.PREFIXNAME; `kind` is what it is."""
@@ -43,9 +43,9 @@ class LazyGroup(click.Group):
         return list(self._parts)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        """Import a command."""
-        if cmd_name not in self._parts:
-            return None
+        """Return a command that was added to this group, else import it."""
+        if cmd_name in self.commands or cmd_name not in self._parts:
+            return self.commands.get(cmd_name)
         command: click.Command = importlib.import_module(f"shardwise.cli.{self._prefix}{cmd_name}").command
         return command
 

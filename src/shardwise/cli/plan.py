@@ -44,7 +44,7 @@ def command(
     if spec.model is not None and spec.model.endswith(".toml"):
         return _write_plan_file(spec.model, to_deepspeed)
     if calibrate:
-        from shardwise.bench.calibrate import calibrate as measure  # imports torch
+        from shardwise.measurement.calibrate import calibrate as measure  # imports torch
 
         calibration = measure()
         complain(f"shardwise: measured {calibration.device.name} on {calibration.machine}")

@@ -1,1 +1,1 @@
-"""Looking at a run while it goes on or after: its files folded into one view, a terminal and a page that show it."""
+"""Showing a run while it trains or after: in a terminal, on a local page, in experiment trackers."""

@@ -10,23 +10,23 @@ import time
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
 from shardwise.errors import InputError
-from shardwise.monitor.growing import end_of_file
-from shardwise.monitor.ranks import (
+from shardwise.runs.events import end_of_file
+from shardwise.runs.history import Row  # noqa: TC001
+from shardwise.runs.status import (
     Entry,  # noqa: TC001 - read at run time by msgspec
     RunStatus,  # noqa: TC001 - read at run time by msgspec
 )
-from shardwise.monitor.training import Row  # noqa: TC001
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from shardwise.monitor.view import RunView
+    from shardwise.runs.state import RunState
 
 
 HOST = "127.0.0.1"
@@ -55,16 +55,16 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves one view; a thread of its own refreshes it while somebody looks."""
+    """Serves one state; a thread of its own refreshes it while a browser asks for it."""
 
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, view: RunView, port: int, token: str) -> None:
-        self.view = view
+    def __init__(self, state: RunState, port: int, token: str) -> None:
+        self.state = state
         self.token = token
         self.lock = threading.Lock()
-        """Held while the view is read from files, a piece at a time, and while an answer is made of it."""
+        """Locked while the state is read from files, a piece at a time, and while an answer is made of it."""
         self.wanted_at = time.monotonic()
         self._stop = threading.Event()
         self._refreshing = threading.Thread(target=self._refresh, name="refresh", daemon=True)
@@ -88,24 +88,24 @@ class PageServer(ThreadingHTTPServer):
             is_behind = False
             if time.monotonic() - self.wanted_at < IDLE_S:
                 with self.lock:
-                    is_behind = self.view.refresh()
+                    is_behind = self.state.refresh()
             self._stop.wait(0.001 if is_behind else REFRESH_S)
 
 
-def page_server(view: RunView, port: int | None) -> PageServer:
+def page_server(state: RunState, port: int | None) -> PageServer:
     """Return a server that listens at `port`; None takes that of the last time if it is free, else any."""
-    known = _remembered(view.run.path)
+    known = _remembered(state.run.path)
     token = known.token if known is not None else secrets.token_urlsafe(24)
     wanted = [0] if known is None else [known.port, 0]
     if port is not None:
         wanted = [port]
     for number in wanted:
         try:
-            server = PageServer(view, number, token)
+            server = PageServer(state, number, token)
         except (OSError, OverflowError) as error:
             failure = error
         else:
-            _remember(view.run.path, Address(port=server.server_port, token=token))
+            _remember(state.run.path, Address(port=server.server_port, token=token))
             return server
     reason = getattr(failure, "strerror", None) or failure
     raise InputError(
@@ -150,7 +150,7 @@ class _PageRequests(BaseHTTPRequestHandler):
         asked = {key: values[-1] for key, values in parse_qs(parts.query).items()}
         if name == "state":
             with self.server.lock:
-                found = increment(self.server.view, asked.get("since", ""))
+                found = increment(self.server.state, asked.get("since", ""))
             self._answer(HTTPStatus.OK, "application/json", msgspec.json.encode(found))
         elif name == "log" and asked.get("rank", "").isascii() and asked.get("rank", "").isdigit():
             logs = self._logs(int(asked["rank"]))
@@ -160,7 +160,7 @@ class _PageRequests(BaseHTTPRequestHandler):
             kind = _KINDS[file.rpartition(".")[2]]
             self._answer(HTTPStatus.OK, f"{kind}; charset=utf-8", content)
         else:
-            self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"there is no such page\n")
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"this page does not exist\n")
 
     def _is_allowed(self, token: str) -> bool:
         """Whether the token is right, and the browser thinks that it talks to this machine: names can be rebound."""
@@ -169,7 +169,7 @@ class _PageRequests(BaseHTTPRequestHandler):
         return hmac.compare_digest(token.encode(), self.server.token.encode()) and is_here
 
     def _logs(self, rank: int) -> dict[str, str]:
-        run = self.server.view.run
+        run = self.server.state.run
         return {
             "out": end_of_file(run.stdout(rank), LOG_BYTES),
             "err": end_of_file(run.stderr(rank), LOG_BYTES),
@@ -184,11 +184,11 @@ class _PageRequests(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def version_string(self) -> str:
-        """Tell strangers nothing."""
+        """Return a name without versions."""
         return "shardwise"
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the standard library's name
-        """Say nothing: the address holds the token, and the terminal is the user's."""
+        """Log nothing: the address holds the token, and the terminal is the user's."""
 
 
 def _traceback(path: Path) -> str:
@@ -198,7 +198,7 @@ def _traceback(path: Path) -> str:
         return ""
 
 
-# What a page is told: everything at first, then only what is new since the cursor that it was given.
+# What a page receives: everything at first, then only what is new since the cursor that it was given.
 
 
 class CurveIncrement(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,34 +222,34 @@ class Increment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Cursor(msgspec.Struct, frozen=True, kw_only=True):
-    """What a page knows: which view it follows, and how much it has of each curve and of the story."""
+    """What a page knows: which state it follows, and how much it has of each curve and of the history."""
 
     identity: str
     curves: dict[str, tuple[int, int]]
     entries: int
 
 
-def increment(view: RunView, cursor: str) -> Increment:
-    """Return what is new in `view` since `cursor`; everything, if that is empty or of another view."""
+def increment(state: RunState, cursor: str) -> Increment:
+    """Return what is new in `state` since `cursor`; everything, if that is empty or of another state."""
     known = _read(cursor)
-    if known is None or known.identity != view.identity:
-        known = _Cursor(identity=view.identity, curves={}, entries=0)
+    if known is None or known.identity != state.identity:
+        known = _Cursor(identity=state.identity, curves={}, entries=0)
         is_whole = True
     else:
         is_whole = False
     curves, seen = {}, {}
-    for name, curve in view.training.curves.items():
+    for name, curve in state.training.curves.items():
         generation, length = known.curves.get(name, (-1, 0))
         start = max(0, length - 1) if generation == curve.generation else 0  # the last row may have changed
         seen[name] = (curve.generation, len(curve))
         if len(curve) > start or generation != curve.generation:
             curves[name] = CurveIncrement(start=start, width=curve.width, rows=curve.rows(start))
-    entries = view.story.since(known.entries)
-    now_known = _Cursor(identity=view.identity, curves=seen, entries=view.story.count)
+    entries = state.history.since(known.entries)
+    now_known = _Cursor(identity=state.identity, curves=seen, entries=state.history.count)
     return Increment(
         cursor=msgspec.json.encode(now_known).decode(),
         whole=is_whole,
-        status=view.status(),
+        status=state.status(),
         curves=curves,
         entries=entries,
     )
@@ -257,7 +257,6 @@ def increment(view: RunView, cursor: str) -> Increment:
 
 def _read(cursor: str) -> _Cursor | None:
     try:
-        found: Any = msgspec.json.decode(cursor, type=_Cursor)
+        return msgspec.json.decode(cursor, type=_Cursor)
     except ValueError:  # no cursor, or not one of ours
         return None
-    return found if isinstance(found, _Cursor) else None

@@ -1,4 +1,4 @@
-"""What a run's files say that a tracker was not told yet, as points of curves and notes."""
+"""The events of a run that a tracker does not have yet, as points of curves and notes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from shardwise.monitor.growing import GrowingFile
-from shardwise.monitor.story import Story
+from shardwise.runs.state import RunState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from shardwise.monitor.ranks import Entry
     from shardwise.runs import RunDirectory
+    from shardwise.runs.status import Entry
 
 
 _NOTED = {"restart", "note", "verdict", "exit"}
-"""Entries of a run's story that are worth a note beside the curves."""
+"""Entries of a run's history that are worth a note beside the curves."""
 
 
 class MetricPoint(NamedTuple):
@@ -31,49 +30,39 @@ class MetricPoint(NamedTuple):
     name: str
     step: int
     value: float
-    """May be no number."""
+    """May be NaN."""
     at: float
     """Seconds since the epoch."""
 
 
 class TrackerFeed:
-    """Reads the events of all ranks and launchers from their beginning.
+    """Reads the events of all ranks and launchers from their start.
 
-    Each curve only grows: a step that a restart did again, or that an earlier mirror told, is not told again.
+    Each curve only grows: a step that a restart repeated, or that an earlier mirror sent, is not sent again.
     """
 
-    def __init__(self, run: RunDirectory, told: Mapping[str, int]) -> None:
-        """`told`: the last step of each curve that the tracker has."""
-        self.told = dict(told)
-        self._folder = run.events(0).parent
-        self._files: dict[Path, GrowingFile] = {}
-        self._story = Story()
+    def __init__(self, run: RunDirectory, last_steps: Mapping[str, int]) -> None:
+        """`last_steps`: the last step of each curve that the tracker has."""
+        self.last_steps = dict(last_steps)
+        self.state = RunState(run, listener=self._take, all_ranks=True)
+        self._points: list[MetricPoint] = []
 
     def read(self) -> list[MetricPoint]:
-        """Return what is new in the next piece of every file; empty when all was read."""
-        for path in sorted(self._folder.glob("*.jsonl")):
-            if path not in self._files:
-                self._files[path] = GrowingFile(path)
-        points: list[MetricPoint] = []
-        while not points:
-            pieces = [(path, file.read()) for path, file in self._files.items()]
-            for path, events in pieces:
-                for event in events:
-                    points += self._new(_points_of(path.stem, event))
-                    self._story.tell(event)
-            if not any(file.behind for file in self._files.values()):
-                break
+        """Return what is new in the next pieces of the files; empty when all was read."""
+        while self.state.refresh() and not self._points:
+            pass
+        points, self._points = self._points, []
         return points
 
     def notes(self) -> list[Entry]:
         """Return the notes of all that was read so far, oldest first."""
-        return [entry for entry in self._story.since(0) if entry.kind in _NOTED]
+        return [entry for entry in self.state.history.since(0) if entry.kind in _NOTED]
 
-    def _new(self, points: Iterable[MetricPoint]) -> Iterator[MetricPoint]:
-        for point in points:
-            if point.step > self.told.get(point.name, -1):
-                self.told[point.name] = point.step
-                yield point
+    def _take(self, writer: str, event: dict[str, Any]) -> None:
+        for point in _points_of(writer, event):
+            if point.step > self.last_steps.get(point.name, -1):
+                self.last_steps[point.name] = point.step
+                self._points.append(point)
 
 
 def _points_of(writer: str, event: Mapping[str, Any]) -> list[MetricPoint]:
@@ -88,12 +77,12 @@ def _points_of(writer: str, event: Mapping[str, Any]) -> list[MetricPoint]:
                 for name, v in values
             ]
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
-        pass  # written by another version: what it does say is told
+        pass  # written by another version
     return []
 
 
 def _training(event: Mapping[str, Any]) -> Iterator[MetricPoint]:
-    """Yield the loss of every step of a publication, and what it says once of its last."""
+    """Yield the loss of every step of a publication, and the other values once, for its last."""
     first, losses, at = int(event["first"]), event["losses"], float(event["at"])
     pace = float(event["seconds"]) / len(losses)
     for place, loss in enumerate(losses):
@@ -120,7 +109,7 @@ def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
-# What a tracker is told of a run beside its curves: the job, the plan, the world it started in, and what came out.
+# What a tracker gets of a run beside its curves: the job, the plan, the world it started in, and the result.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +122,9 @@ class About:
     """Flat: job.*, plan.*, world.*, model.*, training.*"""
 
 
-def describe_run(run: RunDirectory) -> About:
-    """Return what the run's files say of it; a part that is missing or broken is left out."""
-    start = _start_of(run)
+def describe_run(state: RunState) -> About:
+    """Return job, plan and world of a run; a part that is missing or broken is left out."""
+    run, start = state.run, state.training.start
     ranks = start.get("ranks", [])
     facts = {
         "job": _read(run.job, msgspec.json.decode),
@@ -158,7 +147,7 @@ def read_result(run: RunDirectory) -> dict[str, str | int | float | bool]:
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str | int | float | bool]]:
-    """Yield names with dots and plain values; lists as words, nothing for None and for what is empty."""
+    """Yield names with dots and plain values; lists as text, nothing for None and for what is empty."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from flat(value, f"{before}{name}.")
@@ -172,15 +161,6 @@ def as_markdown(values: Mapping[str, Any]) -> str:
     """Return a table of names and values."""
     rows = [f"| {name} | {str(value).replace('|', '/')} |" for name, value in values.items()]
     return "\n".join(["| | |", "|---|---|", *rows])
-
-
-def _start_of(run: RunDirectory) -> dict[str, Any]:
-    file = GrowingFile(run.events(0))
-    while events := file.read():
-        for event in events:
-            if event["kind"] == "start":
-                return event
-    return {}
 
 
 def _read(path: Path, decode: Any) -> dict[str, Any]:

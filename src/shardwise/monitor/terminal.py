@@ -7,7 +7,6 @@ import io
 import sys
 import time
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
@@ -16,7 +15,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.plots.text import bounds, draw_curve
 from shardwise.runs.console import counted, rank_spans
+from shardwise.runs.history import Row  # noqa: TC001 - read at run time by msgspec
+from shardwise.runs.status import Entry, RunStatus  # noqa: TC001 - read at run time by msgspec
+from shardwise.spec import Report
 from shardwise.units import format_bytes, format_duration, format_number, format_whole
 
 if TYPE_CHECKING:
@@ -24,9 +27,8 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from shardwise.monitor.ranks import Entry, RankRow, RunStatus
-    from shardwise.monitor.training import Curve, Row
-    from shardwise.monitor.view import RunView
+    from shardwise.runs.state import RunState
+    from shardwise.runs.status import RankRow
 
 
 REFRESH_S = 0.5
@@ -40,24 +42,48 @@ _CHART_LINES = 5
 _NOTHING = "-"
 
 
-def show_once(view: RunView) -> None:
+class WatchReport(Report, frozen=True, kw_only=True):
+    """A run at one moment: its status, its curves and what happened."""
+
+    status: RunStatus
+    curves: dict[str, list[Row]]
+    entries: list[Entry]
+    """The newest, oldest first."""
+
+    def to_text(self) -> str:
+        """Return the picture in plain characters, as a pipe gets it."""
+        console = Console(file=io.StringIO(), highlight=False, width=_PIPE[0], height=_PIPE[1])
+        with console.capture() as captured:
+            console.print(picture(self, console))
+        return captured.get()
+
+
+def report_of(state: RunState) -> WatchReport:
+    """Return the run as the last refresh found it."""
+    curves = {name: curve.rows() for name, curve in state.training.curves.items()}
+    return WatchReport(status=state.status(), curves=curves, entries=state.history.since(0))
+
+
+def show(state: RunState) -> None:
     """Write one picture of the run to standard output."""
-    view.refresh_whole()
+    state.refresh_all()
     console = _console()
     with contextlib.suppress(OSError):  # a closed terminal or pipe is nobody to talk to, not a failure
-        console.print(picture(view, console))
+        console.print(picture(report_of(state), console))
 
 
-def show_live(view: RunView) -> None:
+def show_live(state: RunState) -> None:
     """Show the run until it is over; an interrupt ends the showing, and nothing else."""
     console = _console()
-    view.refresh_whole()
-    with Live(picture(view, console), console=console, auto_refresh=False, vertical_overflow="crop") as live:
+    state.refresh_all()
+    with Live(
+        picture(report_of(state), console), console=console, auto_refresh=False, vertical_overflow="crop"
+    ) as live:
         try:
-            while not view.is_over:
+            while not state.is_over:
                 time.sleep(REFRESH_S)
-                view.refresh_whole()
-                live.update(picture(view, console), refresh=True)
+                state.refresh_all()
+                live.update(picture(report_of(state), console), refresh=True)
         except KeyboardInterrupt:
             return
 
@@ -71,20 +97,20 @@ def _console() -> Console:
     return Console(file=stream, highlight=False, width=_PIPE[0], height=_PIPE[1])
 
 
-def picture(view: RunView, console: Console) -> RenderableType:
+def picture(report: WatchReport, console: Console) -> RenderableType:
     """Return the run as it is now, in no more lines than the console has where that is possible."""
-    status = view.status()
+    status = report.status
     braille = console.encoding.lower().startswith("utf")
-    parts = [*_header(status), *_charts(view.training.curves, console.width, braille=braille)]
-    entries = sorted(view.story.since(0), key=lambda entry: (entry.at, entry.number))
+    parts = [*_header(status), *_charts(report.curves, console.width, braille=braille)]
+    entries = sorted(report.entries, key=lambda entry: (entry.at, entry.number))
     taken = sum(_height(part) for part in parts)
-    room = max(8, console.height - taken - 4)
-    told = min(len(entries), max(3, room // 3))
+    num_rows = max(8, console.height - taken - 4)
+    num_entries = min(len(entries), max(3, num_rows // 3))
     if status.ranks:
-        alike = fold_ranks(status.ranks, max(3, room - told))
+        alike = fold_ranks(status.ranks, max(3, num_rows - num_entries))
         parts += [Text(), _ranks(alike, status)]
-    if told:
-        parts += [Text(), *(_entry(entry) for entry in entries[-told:])]
+    if num_entries:
+        parts += [Text(), *(_entry(entry) for entry in entries[-num_entries:])]
     return Group(*parts)
 
 
@@ -134,15 +160,14 @@ def _figures(status: RunStatus) -> list[str]:
     ]
 
 
-def _charts(curves: dict[str, Curve], width: int, *, braille: bool) -> list[RenderableType]:
+def _charts(curves: dict[str, list[Row]], width: int, *, braille: bool) -> list[RenderableType]:
     shown = [(title, curves[name], style) for title, name, style in _CURVES if len(curves[name]) > 1]
     if not shown:
         return []
     grid = Table.grid(padding=(0, 2))
     each = max(16, (width - 2) // len(shown) - 12)
     cells = []
-    for title, curve, style in shown:
-        rows = curve.rows()
+    for title, rows, style in shown:
         low, high = bounds(rows, from_zero=title != "loss")
         lines = draw_curve(rows, each, _CHART_LINES, low, high, braille=braille)
         gutter = [format_number(high), *[""] * (_CHART_LINES - 2), format_number(low)]
@@ -171,7 +196,7 @@ def _ranks(alike: list[Alike], status: RunStatus) -> Table:
     names = [name for name in rows[0] if name not in empty]
     table = Table(box=None, pad_edge=False, header_style="dim", expand=True)
     for name in names:
-        # rich narrows the columns that may wrap: that is the last alone, whose text is cut short rather than wrapped.
+        # rich narrows the columns that may wrap: that is the last alone, whose text is shortened rather than wrapped.
         table.add_column(name, justify="right" if name in _FIGURES else "left", no_wrap=name != names[-1])
     for same, row in zip(alike, rows, strict=True):
         table.add_row(*(row[name] for name in names), style="bold red" if (same.worst.lag_s or 0.0) >= LATE_S else "")
@@ -209,84 +234,7 @@ def _entry(entry: Entry) -> Text:
     return text
 
 
-# A curve in the characters of a terminal: two by four dots in each, where it can show them.
-
-
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""Bits of a braille character by row and column."""
-
-
-def bounds(rows: Sequence[Row], *, from_zero: bool = False) -> tuple[float, float]:
-    """Return the lowest and the highest value of a curve; zero is one of them if asked."""
-    low = min((row[1] for row in rows if row[1] is not None), default=0.0)
-    high = max((row[2] for row in rows if row[2] is not None), default=0.0)
-    return (min(0.0, low), max(0.0, high)) if from_zero else (low, high)
-
-
-def draw_curve(
-    rows: Sequence[Row], width: int, height: int, low: float, high: float, *, braille: bool = True
-) -> list[str]:
-    """Return `height` lines of `width` characters that reach from `low` to `high`.
-
-    Each column is filled from its lowest value to its highest, so that a spike is seen.
-    """
-    across, down = (2 * width, 4 * height) if braille else (width, height)
-    scale = (down - 1) / (high - low) if high > low else 0.0
-    dots = [[False] * across for _ in range(down)]
-    before: tuple[int, int] | None = None
-    for x, column in enumerate(_columns(rows, across)):
-        if column is None:
-            continue
-        top, bottom = (down - 1 - round((value - low) * scale) for value in (column[1], column[0]))
-        reach = (top, bottom) if before is None else (min(top, before[1]), max(bottom, before[0]))
-        for y in range(reach[0], reach[1] + 1):  # a line, not steps in the air
-            dots[y][x] = True
-        before = (top, bottom)
-    if braille:
-        return _braille(dots)
-    return ["".join("#" if dot else " " for dot in line) for line in dots]
-
-
-def _columns(rows: Sequence[Row], across: int) -> list[tuple[float, float] | None]:
-    """Return the lowest and the highest value in each column of dots; columns between two points are on their line."""
-    columns: list[tuple[float, float] | None] = [None] * across
-    if not rows:
-        return columns
-    first, last = rows[0][0], max(rows[-1][0], rows[0][0] + 1)
-    for step, low, high, _ in rows:
-        if low is None or high is None:
-            continue
-        x = (step - first) * (across - 1) // (last - first)
-        known = columns[x]
-        columns[x] = (low, high) if known is None else (min(low, known[0]), max(high, known[1]))
-    known_at = [x for x, column in enumerate(columns) if column is not None]
-    for left, right in pairwise(known_at):
-        start, end = sum(columns[left] or ()) / 2, sum(columns[right] or ()) / 2
-        for x in range(left + 1, right):
-            between = start + (end - start) * (x - left) / (right - left)
-            columns[x] = (between, between)
-    return columns
-
-
-def _braille(dots: Sequence[Sequence[bool]]) -> list[str]:
-    lines = []
-    for top in range(0, len(dots), 4):
-        characters = [_character(dots, top, left) for left in range(0, len(dots[0]), 2)]
-        lines.append("".join(characters))
-    return lines
-
-
-def _character(dots: Sequence[Sequence[bool]], top: int, left: int) -> str:
-    """Return the braille character of four rows and two columns of dots."""
-    number = 0
-    for y in range(4):
-        for x in range(2):
-            if dots[top + y][left + x]:
-                number += _DOTS[y][x]
-    return chr(0x2800 + number) if number else " "
-
-
-# Many ranks in few rows: those that do the same are one, and what is unlike the others stands first.
+# Many ranks in few rows: those that do the same are one, and what is unlike the others comes first.
 
 
 @dataclass(frozen=True)
@@ -304,19 +252,19 @@ class Alike:
     """In place of ranks, for rows that did not fit."""
 
 
-def fold_ranks(ranks: Sequence[RankRow], room: int) -> list[Alike]:
-    """Return at most `room` rows: one a rank in their order if they fit, else those alike together, the worst first."""
-    if len(ranks) <= room:
+def fold_ranks(ranks: Sequence[RankRow], most: int) -> list[Alike]:
+    """Return at most `most` rows: one a rank in their order if they fit, else those alike together, the worst first."""
+    if len(ranks) <= most:
         return [_together([rank]) for rank in ranks]
     groups: dict[tuple[object, ...], list[RankRow]] = {}
     for rank in ranks:
         groups.setdefault((rank.state, rank.words, rank.phase, rank.step), []).append(rank)
     rows = sorted((_together(group) for group in groups.values()), key=_badness, reverse=True)
-    if len(rows) <= room:
+    if len(rows) <= most:
         return rows
-    rest = rows[room - 1 :]
+    rest = rows[most - 1 :]
     left_out = sum(len(row.ranks) for row in rest)
-    return [*rows[: room - 1], Alike((), rest[0].worst, "", "", None, words=f"{left_out} more")]
+    return [*rows[: most - 1], Alike((), rest[0].worst, "", "", None, words=f"{left_out} more")]
 
 
 def _badness(row: Alike) -> tuple[bool, int, float, int]:

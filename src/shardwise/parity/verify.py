@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shardwise.bench.ranks import require_backend
 from shardwise.engines.backends import backend_row
 from shardwise.engines.engine import engine_named
 from shardwise.errors import InputError
 from shardwise.job import Job
 from shardwise.launcher.local.function import run_forked
+from shardwise.measurement.ranks import require_backend
 from shardwise.parallel.support import require_supported
 from shardwise.parity.compare import EXACT
 from shardwise.parity.investigate import Case, investigate

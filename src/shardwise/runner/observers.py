@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from shardwise.diagnosis.guard.guard import Guard
 from shardwise.diagnosis.guard.replicas import ReplicaWatch
 from shardwise.runs import Tail
 from shardwise.runs.console import complain
 from shardwise.runs.progress import ProgressView
+from shardwise.runs.state import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +41,7 @@ class Follower:
 
     def __init__(self, run: RunDirectory) -> None:
         self._view = ProgressView.on_stderr()
-        self._events = Tail(run.events(0))
+        self._state = RunState(run, listener=self._show)
         self._outputs = (Tail(run.stdout(0)), Tail(run.stderr(0)))
 
     def tick(self) -> None:
@@ -48,7 +49,11 @@ class Follower:
         for output in self._outputs:
             for line in output.lines():
                 self._view.line(line.decode(errors="replace"))
-        for event in self._events.events():
+        while self._state.refresh_events():
+            pass
+
+    def _show(self, writer: str, event: dict[str, Any]) -> None:
+        if writer == "rank0":
             self._view.show(event)
 
     def line(self, text: str) -> None:

@@ -26,7 +26,7 @@ _MOST_OPEN = 256
 """Calls that nobody waits for are followed until so many others have been issued."""
 _NUMBER, _PLACE = (1 << calls.NUMBER_BITS) - 1, (1 << calls.PLACE_BITS) - 1
 UNKNOWN = Operation("a call", "", "", "")
-"""Stands for one that the table had no room for."""
+"""In place of one that did not fit into the table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class CallReader:
         return max(self.last.values(), key=lambda call: call.entered, default=None)
 
     def header(self, place: int) -> int:
-        """Return a word of the header, 0 where there is no ring."""
+        """Return a field of the header, 0 without a ring."""
         return self._words[place] if self._map is not None else 0
 
     def flights(self) -> tuple[Flight, ...]:

@@ -44,7 +44,7 @@ NUMBERS, WHAT, ENTERED, WAITED, LEFT = range(5)
 whether gradients were being computed. Times that are before ENTERED are of an earlier call and mean nothing, so that a
 new call need not clear them: a word that is not written costs nothing where a step has left nothing in the caches."""
 RELEASED = 1
-"""Stands in WAITED for a call that goes on by itself, with nobody inside."""
+"""In WAITED: a call that continues by itself, with no thread inside."""
 ENOUGH_SEPARATE_STEPS = 20
 """Optimizer steps without a process group are counted up to so many: more than a script makes to warm up."""
 PLACE_BITS = 20
@@ -118,7 +118,7 @@ class CallRing:
         partial.rename(path)  # a ring of an earlier process stays whole for whoever reads it now
 
     def intern(self, value: msgspec.Struct | str) -> int:
-        """Return the place in the table of a value, 0 if there is no room left."""
+        """Return the place in the table of a value, 0 if the table is full."""
         place = self._known.get(value)
         if place is not None:
             return place
@@ -154,7 +154,7 @@ class CallRing:
         self._words[AT_CALLS + (number & CAPACITY - 1) * CALL_WORDS] = 0
 
     def release(self, number: int) -> None:
-        """Write down that a call that was just issued goes on by itself."""
+        """Write down that a call that was just issued continues by itself."""
         self._words[AT_CALLS + (number & CAPACITY - 1) * CALL_WORDS + WAITED] = RELEASED
 
     def wait(self, number: int) -> None:

@@ -58,7 +58,7 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the states a training can go on from."""
+        """Folder of the states that a training can resume from."""
         return self.path / "checkpoints"
 
     @property
@@ -73,8 +73,13 @@ class RunDirectory:
 
     @property
     def sinks(self) -> Path:
-        """Folder of what mirrors into trackers remember and said."""
+        """Folder of the state and the logs of mirrors into trackers."""
         return self.path / "sinks"
+
+    @property
+    def predicted(self) -> Path:
+        """The memory that planning predicts (JSON); absent when nobody asked for it."""
+        return self.path / "predicted.json"
 
     @property
     def report_json(self) -> Path:
@@ -123,7 +128,7 @@ class RunDirectory:
         return self.path / "logs" / f"rank{rank}.err"
 
     def nccl_log(self, rank: int) -> str:
-        """Where NCCL writes what it tells of one rank: a pattern in which NCCL itself fills in host and process."""
+        """Where NCCL writes its log of one rank: a pattern in which NCCL itself fills in host and process."""
         return str(self.path.absolute()).replace("%", "%%") + f"/logs/rank{rank}.nccl.%h.%p"
 
     def nccl_logs(self) -> list[Path]:
@@ -275,7 +280,7 @@ def remove_listener_folder(path: str) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-# What a run keeps of its checkpoints: by count, by age, the best by a metric, and the words that say so.
+# What a run keeps of its checkpoints: by count, by age, the best by a metric, and the syntax of these rules.
 
 
 _AGE = re.compile(r"(\d+(?:\.\d+)?)([smhdw])")
@@ -317,26 +322,26 @@ class Keep:
 
 
 def parse_keep(text: str) -> Keep:
-    """Read rules such as "3", "2d", "max:accuracy" or "3,2d,min:loss"; "all" is no rule."""
+    """Read rules such as "3", "2d", "max:accuracy" or "3,2d,min:loss"; "all" means none."""
     if text == "all":
         return Keep()
-    keep, said = Keep(), set()
+    keep, seen = Keep(), set()
     for rule in text.split(","):
         name, found = _parse_rule(rule.strip())
-        if not found or name in said:
-            words = f"says {name} twice" if found else f"has {rule!r}, which is no rule"
+        if not found or name in seen:
+            fact = f"has {name} twice" if found else f"has {rule!r}, which is not a rule"
             raise InputError(
-                f"--keep {text!r} {words}",
+                f"--keep {text!r} {fact}",
                 code="checkpoint.keep-rule-repeated" if found else "checkpoint.keep-rule-invalid",
                 fix=f"give {GRAMMAR}",
             )
-        said.add(name)
+        seen.add(name)
         keep = replace(keep, **found)
     return keep
 
 
 def _parse_rule(rule: str) -> tuple[str, dict[str, Any]]:
-    """Return what a rule is about and the fields it sets, none where it is no rule."""
+    """Return what a rule is about and the fields it sets, none where it is not a rule."""
     if rule.isascii() and rule.isdigit():
         return "count", {"last": int(rule)} if int(rule) else {}
     if age := _AGE.fullmatch(rule):

@@ -1,4 +1,4 @@
-"""Events of a run: one JSON object per line and rank, written cheaply and readable while the run goes on."""
+"""Events of a run: one JSON object per line and rank, written cheaply and readable while the run trains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 from shardwise.runs.console import PREEMPTED, describe_exit, printable_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from shardwise.runs.directory import RunDirectory
@@ -58,33 +58,90 @@ class EventLog:
 
 
 class Tail:
-    """Reads what was appended to a file since the last look; the file may not exist yet."""
+    """Reads what others append to a file, from where the last read ended; a missing file is an empty one.
 
-    def __init__(self, path: Path) -> None:
+    A line that is not whole yet waits for its end. A file that was replaced or truncated is read again from its start,
+    and `was_replaced` reports it until the next read.
+    """
+
+    def __init__(self, path: Path, *, last: int | None = None, piece: int | None = None) -> None:
+        """`last`: start so many bytes before the end of the file. `piece`: bytes that one read takes at most."""
         self._path = path
+        self._last = last
+        self._piece = piece
         self._offset = 0
+        self._inode = 0
         self._rest = b""
+        self._skips_line = False
+        self.was_replaced = False
+        self.behind = 0
+        """Bytes that the last read left for the next."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that the file had at the last read."""
+        return self._offset + self.behind
 
     def read(self) -> bytes:
         """Return what is new, whole lines or not."""
+        self.was_replaced = False
         try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                new = file.read()
-        except FileNotFoundError:
+            with self._path.open("rb", buffering=0) as file:
+                status = os.fstat(file.fileno())
+                self._find_start(status)
+                num_bytes = status.st_size - self._offset if self._piece is None else self._piece
+                new = os.pread(file.fileno(), num_bytes, self._offset)
+        except OSError:
             return b""
         self._offset += len(new)
+        self.behind = max(0, status.st_size - self._offset)
         return new
 
-    def lines(self) -> Iterator[bytes]:
-        """Yield the whole lines that are new."""
-        *whole, self._rest = (self._rest + self.read()).split(b"\n")
-        yield from whole
+    def lines(self) -> list[bytes]:
+        """Return the whole lines that are new."""
+        new = self.read()
+        *whole, self._rest = (self._rest + new).split(b"\n")
+        if self._skips_line and whole:
+            self._skips_line = False
+            del whole[0]
+        return whole
 
-    def events(self) -> Iterator[dict[str, Any]]:
-        """Yield the new events of an events file."""
+    def events(self) -> list[dict[str, Any]]:
+        """Return the new events of an events file; a line that holds no event is skipped."""
+        found = []
         for line in self.lines():
-            yield msgspec.json.decode(line)
+            event = _decode_event(line)
+            if event is not None:
+                found.append(event)
+        return found
+
+    def _find_start(self, status: os.stat_result) -> None:
+        """Set where to start in a file that is new, or is not the one that was read before."""
+        if self._inode == status.st_ino and status.st_size >= self._offset:
+            return
+        self.was_replaced = self._inode != 0
+        self._inode = status.st_ino
+        self._rest = b""
+        self._offset = max(0, status.st_size - self._last) if self._last is not None else 0
+        self._skips_line = self._offset > 0
+
+
+def _decode_event(line: bytes) -> dict[str, Any] | None:
+    """Return the event of a line; None for anything else."""
+    try:
+        event = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("kind"), str) else None
+
+
+def end_of_file(path: Path, num_bytes: int) -> str:
+    """Return the text at the end of a file, from the start of a line; empty for a file that does not exist."""
+    tail = Tail(path, last=num_bytes)
+    content = tail.read()
+    if tail.size > num_bytes:
+        content = content.partition(b"\n")[2]
+    return content.decode(errors="replace")
 
 
 # What a launcher writes down of a run: attempts, how ranks ended, restarts, the verdict; one file per node.
@@ -118,10 +175,10 @@ class LaunchLog:
 
     def exit(self, rank: int, code: int, *, stopped: bool, failure: Failure | None) -> None:
         """A rank has ended, well or badly; `stopped` if it was asked to. A negative code is a signal."""
-        said = (failure.message.splitlines() or [""])[0] if failure is not None else ""
-        if failure is not None and failure.exit_code != PREEMPTED:  # one that stopped as asked tells of no error
-            said = f"{failure.kind}: {said}"
-        self._write("exit", rank=rank, code=code, stopped=stopped, words=said or describe_exit(code))
+        message = (failure.message.splitlines() or [""])[0] if failure is not None else ""
+        if failure is not None and failure.exit_code != PREEMPTED:  # one that stopped as asked had no error
+            message = f"{failure.kind}: {message}"
+        self._write("exit", rank=rank, code=code, stopped=stopped, words=message or describe_exit(code))
 
     def restart(self, number: int, most: int, cause: str) -> None:
         """All ranks are started again, for the `number`th time of at most `most`."""
@@ -141,11 +198,6 @@ class LaunchLog:
             self._log.close()
 
 
-@contextlib.contextmanager
-def launch_log(run: RunDirectory, node: int = 0) -> Iterator[LaunchLog]:
-    """Open the log of one node's launcher for the time of a launch."""
-    log = LaunchLog(run, node)
-    try:
-        yield log
-    finally:
-        log.close()
+def launch_log(run: RunDirectory, node: int = 0) -> contextlib.closing[LaunchLog]:
+    """Return the log of one node's launcher, which closes with the launch."""
+    return contextlib.closing(LaunchLog(run, node))

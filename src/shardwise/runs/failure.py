@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from shardwise.runs.directory import RunDirectory
 
 
-# Words with which torch, gloo, NCCL, MPI and MLX say that somebody else went away: never a root cause. Anchored on the
-# transport, since a user's own socket may be reset too.
+# Messages of torch, gloo, NCCL, MPI and MLX that another rank is gone: never a root cause. Anchored on the transport,
+# since a user's own socket may be reset too.
 PEER_LOST = re.compile(
     r"Connection closed by peer|Connection reset by peer|gloo.*(?:transport|Timed out|unbound_buffer)"
     r"|NCCL.*(?:remote process exited|unhandled system error|Abort)|Broken pipe.*store|recvValue failed"
@@ -39,7 +39,7 @@ NOT_SAVED = "and not saved"
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's failure: who, where, what it said."""
+    """One rank's failure: which rank, where, which error."""
 
     rank: int
     host: str
@@ -51,7 +51,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     traceback: str
     exit_code: int
     peer_lost: bool
-    """The error only says that another rank went away."""
+    """The error only reports that another rank is gone."""
     code: str = ""
     """The condition by name if the error is one of shardwise's own; empty for any other, and in files from before."""
 
@@ -91,7 +91,7 @@ def read_failure(path: Path) -> Failure | None:
         return None
 
 
-# Errors that everybody meets, in words: what each means and what to do, found by what a failed rank said.
+# Common errors: what each means and what to do, found by the message of a failed rank.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class KnownError:
 
     name: str
     pattern: re.Pattern[str]
-    """What torch, NCCL or the kernel say."""
+    """The message of torch, NCCL or the kernel."""
     means: str
     todo: str
 
@@ -142,7 +142,7 @@ KNOWN_ERRORS = (
         "device memory",
         r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED",
         "the GPU's memory is full",
-        "use a smaller batch with accumulation, recompute activations, or shard ('shardwise plan' says what fits);"
+        "use a smaller batch with accumulation, recompute activations, or shard ('shardwise plan' lists what fits);"
         " nvidia-smi shows whether another process holds some; PYTORCH_ALLOC_CONF=expandable_segments:True if much is"
         " reserved but unallocated",
     ),
@@ -177,7 +177,7 @@ KNOWN_ERRORS = (
     _error(
         "no interface",
         r"no socket interface found|Unable to find (address|interface) for",
-        "NCCL or gloo was told to use an interface that this machine does not have",
+        "NCCL or gloo is set to use an interface that this machine does not have",
         "run 'shardwise doctor env'; unset NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, or name one of 'ip -br addr'",
     ),
     _error(
@@ -203,12 +203,12 @@ KNOWN_ERRORS = (
         " /dev/shm, locked memory and interfaces",
     ),
 )
-"""The order matters: the first that fits speaks, and those that say least come last."""
+"""The order matters: the first match wins, and the least specific come last."""
 
 
-def translate(said: str, returncode: int = 1) -> KnownError | None:
-    """Return the known error in what a rank said, or in the signal that ended it; None when it is none of them."""
-    found = next((error for error in KNOWN_ERRORS if error.pattern.search(said)), None)
+def translate(message: str, returncode: int = 1) -> KnownError | None:
+    """Return the known error in the message of a rank, or in the signal that ended it; None when it is none of them."""
+    found = next((error for error in KNOWN_ERRORS if error.pattern.search(message)), None)
     return _SHARED_MEMORY if found is None and returncode == -signal.SIGBUS else found
 
 
@@ -227,7 +227,7 @@ _SECRET = re.compile(r"TOKEN|SECRET|KEY|PASS|PWD|CREDENTIAL|AUTH|COOKIE|PRIVATE|
 _URL_WITH_PASSWORD = re.compile(r"://[^/\s]*@")
 
 
-def told_variables(environ: Mapping[str, str]) -> dict[str, str]:
+def recorded_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of `environ` that explain a run and give nothing away, by name."""
     return {
         name: value
@@ -237,7 +237,7 @@ def told_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def write_variables(run: RunDirectory, environ: Mapping[str, str]) -> None:
-    """Write environment.json: what of `environ`, which all ranks of this machine share, may be told."""
+    """Write environment.json: what of `environ`, which all ranks of this machine share, may be recorded."""
     run.environment.write_bytes(
-        msgspec.json.format(msgspec.json.encode(printable_fields(told_variables(environ))), indent=1)
+        msgspec.json.format(msgspec.json.encode(printable_fields(recorded_variables(environ))), indent=1)
     )

@@ -1,4 +1,4 @@
-"""The view of a run while it goes on: a live bar on a terminal, plain lines every few seconds elsewhere."""
+"""The view of a run while it trains: a live bar on a terminal, plain lines every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ProgressView:
         return cls(sys.stderr)
 
     def show(self, event: dict[str, Any]) -> None:
-        """Show one event; unknown kinds are passed over."""
+        """Show one event; unknown kinds are skipped."""
         shown = getattr(self, f"_show_{event['kind']}", None)
         if shown is not None:
             shown(event)
@@ -141,27 +141,14 @@ def write_report(run: RunDirectory, result: Any, phases: Sequence[Phase]) -> Non
 
 
 def _markdown(run: RunDirectory, values: dict[str, Any], phases: Sequence[Phase]) -> str:
-    tested = {f"test {name}": value for name, value in values.get("evaluation", {}).items()}
-    flat = {**tested, **{name: value for name, value in values.items() if not isinstance(value, dict)}}
-    rows = [f"| {name} | {_words(value)} |" for name, value in flat.items()]
-    starts = [f"| {phase.name} | {phase.seconds:.2f} s |" for phase in phases]
-    return "\n".join(
-        [
-            f"# Run {run.path.name}",
-            "",
-            "| result | value |",
-            "|---|---|",
-            *rows,
-            "",
-            "| start-up of rank 0 | time |",
-            "|---|---|",
-            *starts,
-            "",
-            "Plan: [plan.toml](plan.toml) · job: [job.json](job.json) · events, logs and errors per rank beside them.",
-            "",
-        ]
-    )
+    lines = [f"# Run {run.path.name}", "", "| result | value |", "|---|---|"]
+    lines += [f"| test {name} | {_text(value)} |" for name, value in values.get("evaluation", {}).items()]
+    lines += [f"| {name} | {_text(value)} |" for name, value in values.items() if not isinstance(value, dict)]
+    lines += ["", "| start-up of rank 0 | time |", "|---|---|"]
+    lines += [f"| {phase.name} | {phase.seconds:.2f} s |" for phase in phases]
+    files = "Plan: [plan.toml](plan.toml) · job: [job.json](job.json) · events, logs and errors per rank beside them."
+    return "\n".join([*lines, "", files, ""])
 
 
-def _words(value: Any) -> str:
+def _text(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)

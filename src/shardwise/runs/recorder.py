@@ -217,7 +217,7 @@ Stack = tuple[Frame, ...]
 
 
 def parse_stack(text: str, thread: int) -> Stack:
-    """Return the stack of one thread from the last dump in `text`; empty if it is not there."""
+    """Return the stack of one thread from the last dump in `text`; empty if it does not exist."""
     stack: list[Frame] = []
     inside = False
     for line in text.splitlines():

@@ -3,11 +3,11 @@
 import threading
 
 import pytest
-from monitor.synthetic import attempt_event, empty_run, large_run, write
+from runs.synthetic import attempt_event, empty_run, large_run, write
 
 from env.chromium import chromium, needs_chromium
 from shardwise.monitor.server import page_server
-from shardwise.monitor.view import RunView
+from shardwise.runs.state import RunState
 
 pytestmark = needs_chromium
 
@@ -26,7 +26,7 @@ def opened(browser):
     servers = []
 
     def open_page(run):
-        server = page_server(RunView(run), None)
+        server = page_server(RunState(run), None)
         serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         serving.start()
         servers.append((server, serving))

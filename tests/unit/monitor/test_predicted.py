@@ -2,12 +2,13 @@
 
 import msgspec
 import pytest
-from monitor.synthetic import empty_run
+from runs.synthetic import empty_run
 
 from shardwise.job.load import refer
-from shardwise.monitor.predicted import predict, read_predicted
+from shardwise.monitor.watch import predict
 from shardwise.plans import Plan
 from shardwise.plans.toml import plan_to_toml
+from shardwise.runs.status import Predicted, read_predicted
 
 JOB = """
 import torch
@@ -52,4 +53,4 @@ def test_job_that_changed_or_breaks_is_one_line(run, tmp_path):
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"peak_bytes":"x"}'])
 def test_prediction_that_cannot_be_read_is_none(run, content):
     (run.path / "predicted.json").write_text(content)
-    assert read_predicted(run) == (None, "")
+    assert read_predicted(run) == Predicted()

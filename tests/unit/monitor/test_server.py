@@ -8,11 +8,11 @@ import time
 from urllib.parse import quote
 
 import pytest
-from monitor.synthetic import empty_run, start_event, steps_event, write
+from runs.synthetic import empty_run, start_event, steps_event, write
 
 from refusals import refuses
 from shardwise.monitor.server import page_server
-from shardwise.monitor.view import RunView
+from shardwise.runs.state import RunState
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def server(run):
-    server = page_server(RunView(run), None)
+    server = page_server(RunState(run), None)
     serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     serving.start()
     yield server
@@ -113,16 +113,16 @@ def test_log_of_a_rank_is_its_end(server, run):
 def test_address_is_kept_for_the_next_time_and_for_nobody_else(server, run):
     kept = run.path / "watch.json"
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-    again = page_server(RunView(run), None)  # its port is taken by the first, so it takes another
+    again = page_server(RunState(run), None)  # its port is taken by the first, so it takes another
     assert again.token == server.token
     assert again.server_port != server.server_port
     again.server_close()
 
 
 def test_server_comes_back_at_the_same_address(run):
-    first = page_server(RunView(run), None)
+    first = page_server(RunState(run), None)
     first.server_close()
-    second = page_server(RunView(run), None)
+    second = page_server(RunState(run), None)
     second.server_close()
     assert second.url == first.url
 
@@ -132,11 +132,11 @@ def test_server_comes_back_at_the_same_address(run):
 )
 def test_kept_address_that_makes_no_sense_is_not_used(run, content):
     (run.path / "watch.json").write_text(content)
-    server = page_server(RunView(run), None)
+    server = page_server(RunState(run), None)
     server.server_close()
     assert len(server.token) >= 32
 
 
 def test_port_that_is_taken_is_refused_in_one_sentence(server, run):
     with refuses("watch.listen-failed", server.server_port):
-        page_server(RunView(run), server.server_port)
+        page_server(RunState(run), server.server_port)

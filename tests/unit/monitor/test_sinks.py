@@ -11,12 +11,12 @@ import time
 from importlib.util import find_spec
 
 import pytest
-from monitor.synthetic import attempt_event, empty_run, start_event, steps_event, write
+from runs.synthetic import attempt_event, empty_run, start_event, steps_event, write
 
 from refusals import refuses
 from shardwise.errors import ShardwiseError
 from shardwise.monitor.sink_feed import TrackerFeed, describe_run
-from shardwise.monitor.sinks import SinkSpec, hold_state, mirror, parse_sink
+from shardwise.monitor.sinks import SinkSpec, lock_mirror, mirror, parse_sink
 from shardwise.runs import RunDirectory
 
 BEGAN = 1_700_000_000.0
@@ -120,8 +120,8 @@ def test_all_that_is_known_of_a_step_is_told(tmp_path):
 def test_a_later_mirror_tells_only_what_the_earlier_did_not(tmp_path):
     run = restarted_run(tmp_path / "run")
     points, feed = told(run)
-    assert told(run, feed.told)[0] == []
-    rest, _ = told(run, {**feed.told, "train/loss": 3})
+    assert told(run, feed.last_steps)[0] == []
+    rest, _ = told(run, {**feed.last_steps, "train/loss": 3})
     assert [(point.name, point.step) for point in rest] == [("train/loss", 4), ("train/loss", 5)]
     assert [point.at for point in points if point.name == "train/loss"][:2] == [BEGAN + 1.5, BEGAN + 2]
 
@@ -142,7 +142,7 @@ def test_lines_that_are_no_events_are_passed_over(tmp_path):
 
 
 def test_a_run_is_described_by_job_plan_and_world(tmp_path):
-    about = describe_run(restarted_run(tmp_path / "run"))
+    about = describe_run(told(restarted_run(tmp_path / "run"))[1].state)
     assert about.name == "run"
     wanted = {
         "job.path": "/jobs/digits.py",
@@ -158,17 +158,17 @@ def test_a_run_is_described_by_job_plan_and_world(tmp_path):
 
 def test_a_second_mirror_into_the_same_place_is_refused_and_the_next_is_not(tmp_path):
     run = restarted_run(tmp_path / "run")
-    with hold_state(run, "wandb", "wandb:a") as state:
-        state.remember({"train/loss": 3})
+    with lock_mirror(run, "wandb", "wandb:a") as state:
+        state.record({"train/loss": 3})
         with (
             refuses("watch.already-mirrored", "wandb:a"),
-            hold_state(run, "wandb", "wandb:a"),
+            lock_mirror(run, "wandb", "wandb:a"),
         ):
             pass
-        with hold_state(run, "wandb", "wandb:b") as other:
-            assert other.told == {}
-    with hold_state(run, "wandb", "wandb:a") as state:
-        assert state.told == {"train/loss": 3}
+        with lock_mirror(run, "wandb", "wandb:b") as other:
+            assert other.last_steps == {}
+    with lock_mirror(run, "wandb", "wandb:a") as state:
+        assert state.last_steps == {"train/loss": 3}
 
 
 def test_a_run_that_ended_before_its_first_step_opens_no_tracker(tmp_path):

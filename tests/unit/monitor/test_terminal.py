@@ -5,25 +5,26 @@ import sys
 import threading
 import time
 
-from monitor.synthetic import attempt_event, empty_run, large_run, write
 from rich.console import Console
+from runs.synthetic import attempt_event, empty_run, large_run, write
 
-from shardwise.monitor.terminal import bounds, draw_curve, picture, show_live, show_once
-from shardwise.monitor.view import RunView
+from shardwise.monitor.terminal import picture, report_of, show, show_live
+from shardwise.plots.text import bounds, draw_curve
 from shardwise.runs.events import launch_log
 from shardwise.runs.failure import describe_failure
+from shardwise.runs.state import RunState
 from shardwise.training.saving import StoppedError
 
 
 def seen(run):
-    view = RunView(run)
-    view.refresh_whole()
-    return view
+    state = RunState(run)
+    state.refresh_all()
+    return state
 
 
 def drawn(run, width=110, height=50):
     console = Console(file=io.StringIO(), width=width, height=height, highlight=False)
-    console.print(picture(seen(run), console))
+    console.print(picture(report_of(seen(run)), console))
     return console.file.getvalue()
 
 
@@ -75,7 +76,7 @@ def test_rank_table_of_a_stopped_run_is_readable_in_80_and_120_columns(tmp_path)
 def test_terminal_that_knows_ascii_only_still_shows_the_run(tmp_path, monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stream)
-    show_once(seen(large_run(tmp_path / "run", ranks=2, steps=2_000, per_event=20)))
+    show(seen(large_run(tmp_path / "run", ranks=2, steps=2_000, per_event=20)))
     stream.flush()
     text = stream.buffer.getvalue().decode("ascii")
     assert "####" in text
@@ -104,7 +105,7 @@ def test_live_view_ends_with_the_run(tmp_path, monkeypatch):
     end = {"at": time.time(), "kind": "finish", "state": "finished", "restarts": 0}
     finishing = threading.Timer(0.2, write, (run.launcher_events(), end))
     finishing.start()
-    show_live(RunView(run))
+    show_live(RunState(run))
     finishing.join()
     stream.flush()
     assert "the run has finished" in stream.buffer.getvalue().decode()

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.bench.memory import LiveBytes
 from shardwise.layout import Layout
+from shardwise.measurement.memory import LiveBytes
 from shardwise.parallel import linear_cross_entropy as real
 from shardwise.planner.cost.memory import predict_memory
 from shardwise.planner.cost.time import training_flops

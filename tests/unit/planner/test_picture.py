@@ -1,4 +1,5 @@
 import itertools
+import re
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -9,9 +10,10 @@ from shardwise.layout import Layout
 from shardwise.planner.cost.time import TimeModel, timeline
 from shardwise.planner.model.decoder_parts import published
 from shardwise.planner.model.forms import Model
-from shardwise.planner.search.report import WIDTH, draw
+from shardwise.planner.search.report import draw
 from shardwise.planner.search.search import Question, search
 from shardwise.plans import Plan, Precision
+from shardwise.plots.svg import SHEET
 
 SVG = "{http://www.w3.org/2000/svg}"
 BF16 = Precision(compute="bf16")
@@ -44,13 +46,25 @@ def test_the_picture_is_sound_xml_with_a_bar_for_every_family_that_has_a_plan(an
     assert "offload" not in words
 
 
+def placed_rects(element, x=0.0, y=0.0):
+    """Yield (left, top, right, bottom) of every rectangle, with the shifts of the groups around it."""
+    for child in element:
+        if child.tag == f"{SVG}g":
+            dx, dy = map(float, re.findall(r"[\d.]+", child.get("transform")))
+            yield from placed_rects(child, x + dx, y + dy)
+        elif child.tag == f"{SVG}rect":
+            left, top = x + float(child.get("x", 0)), y + float(child.get("y", 0))
+            yield left, top, left + float(child.get("width")), top + float(child.get("height"))
+
+
 def test_nothing_is_drawn_outside_the_picture(answer):
     root = drawn(answer, spans_of(layout=Layout(shard=8), zero=3))
     height = float(root.get("viewBox").split()[3])
-    for rect in root.iter(f"{SVG}rect"):
-        x, y = float(rect.get("x", 0)), float(rect.get("y", 0))
-        assert 0 <= x <= x + float(rect.get("width")) <= WIDTH + 0.5
-        assert 0 <= y <= y + float(rect.get("height")) <= height
+    rects = list(placed_rects(root))
+    assert len(rects) > 50
+    for left, top, right, bottom in rects:
+        assert 0 <= left <= right <= SHEET + 0.5
+        assert 0 <= top <= bottom <= height
 
 
 def test_it_reads_on_light_and_dark_grounds(answer):

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from refusals import refuses
 from shardwise import models
-from shardwise.bench.memory import LiveBytes
+from shardwise.measurement.memory import LiveBytes
 from shardwise.models.decoder import Block, Decoder, rotary_tables
 from shardwise.parallel.recompute import recompute_block
 from shardwise.parallel.tensor_rules import split_dim, styles_by_name

@@ -9,11 +9,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardwise as sw
 from jobs import Tokens
 from refusals import refuses
-from shardwise.bench.memory import LiveBytes
 from shardwise.hardware.calibration import default_calibration
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.launcher.local.function import run_forked
 from shardwise.layout import Layout
+from shardwise.measurement.memory import LiveBytes
 from shardwise.planner.cost.memory import predict_memory
 from shardwise.planner.search.search import Question, search
 from shardwise.planner.search.subject import job_subject

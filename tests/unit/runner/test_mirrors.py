@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from monitor.synthetic import attempt_event, empty_run, start_event, steps_event, write
+from runs.synthetic import attempt_event, empty_run, start_event, steps_event, write
 
 from e2e.processes import Command
 from shardwise.monitor.sinks import SinkSpec

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from monitor.synthetic import empty_run
+from runs.synthetic import empty_run
 
 from shardwise.runs.events import launch_log
 from shardwise.runs.failure import describe_failure

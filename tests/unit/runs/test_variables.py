@@ -1,7 +1,7 @@
 import msgspec
 
 from shardwise.runs import create_run
-from shardwise.runs.failure import told_variables, write_variables
+from shardwise.runs.failure import recorded_variables, write_variables
 
 PLAIN = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2", "SLURM_JOB_ID": "7", "RANK": "0"}
 SECRET = {
@@ -15,7 +15,7 @@ SECRET = {
 
 
 def test_only_listed_variables_are_told():
-    assert told_variables({**PLAIN, **SECRET}) == PLAIN
+    assert recorded_variables({**PLAIN, **SECRET}) == PLAIN
 
 
 def test_planted_secret_is_nowhere_in_the_run_directory(tmp_path):

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, cast
 
-from shardwise.bench.p2p.verdict import find_slow
 from shardwise.diagnosis.network.facts import culprits, cut_pairs, lost_pairs, name_hosts, open_pairs, roads
 from shardwise.diagnosis.verdicts import Verdict, fail, ok, warn
+from shardwise.measurement.p2p.verdict import find_slow
 from shardwise.units import format_bandwidth, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shardwise.bench.p2p.pairs import Pairs
     from shardwise.diagnosis.network.facts import LinkFacts, NetFacts, Pair, Road
+    from shardwise.measurement.p2p.pairs import Pairs
 
 
 def check_reach(found: NetFacts) -> list[Verdict]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import socket
 import time
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,14 +18,17 @@ from shardwise.launcher.policy import RankExit
 from shardwise.runs import RunDirectory
 from shardwise.runs.failure import Failure, read_failure
 from shardwise.runs.recorder import Mark, last_mark
+from shardwise.runs.state import RunState, ranks_with_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from shardwise.diagnosis.guard.hang import RankStatus
+    from shardwise.runs.state import LauncherState
 
 _LOG_BYTES = 1 << 14
-_RANK_FILE = re.compile(r"rank(\d+)\.")
+_RANK = re.compile(r"rank(\d+)")
 
 
 @dataclass(frozen=True)
@@ -108,18 +109,21 @@ def read_run(path: Path) -> RunFacts:
             f"{path} is not a run directory", code="run.not-a-run", fix="name one with events and logs: ls -d runs/*"
         )
     run, now = RunDirectory(path), time.time()
-    events = _read_events(path)
-    launchers = tuple(
-        _fold(file, run) for file in sorted((path / "events").glob("launcher*.jsonl")) if file.stat().st_size
-    )
-    numbers = _ranks(path) | {rank for launcher in launchers for rank in launcher.pids}
+    events: list[Event] = []
+    state = RunState(run, listener=lambda writer, fields: _collect(events, writer, fields), all_ranks=True)
+    while state.refresh_events():
+        pass
+    launchers = tuple(_launcher_facts(launcher, run) for launcher in state.launchers if launcher.has_events)
+    numbers = ranks_with_files(run, ("events", "errors", "recorder", "logs"))
+    for launcher in launchers:
+        numbers.update(launcher.pids)
     remote = [launcher for launcher in launchers if launcher.host != socket.gethostname()]
     away = {rank for launcher in remote for rank in launcher.pids}
     saved, damages = _newest_checkpoint(run)
     return RunFacts(
         path=path,
         now=now,
-        events=events,
+        events=tuple(sorted(events, key=lambda event: event.at)),
         launchers=launchers,
         failures={rank: failure for rank in sorted(numbers) if (failure := read_failure(run.error(rank)))},
         marks={rank: mark for rank in sorted(numbers) if (mark := last_mark(run.recorder(rank)))},
@@ -133,72 +137,39 @@ def read_run(path: Path) -> RunFacts:
     )
 
 
-def _read_events(path: Path) -> tuple[Event, ...]:
-    found = []
-    for file in (path / "events").glob("*.jsonl"):
-        number = _RANK_FILE.match(file.name)
-        rank = int(number[1]) if number else None
-        found += [Event(float(fields["at"]), str(fields["kind"]), rank, fields) for fields in _lines(file)]
-    return tuple(sorted(found, key=lambda event: event.at))
+def _collect(events: list[Event], writer: str, fields: Mapping[str, Any]) -> None:
+    """Add one event that has a time; `writer` is rankN or a launcher."""
+    if isinstance(fields.get("at"), int | float):
+        number = _RANK.fullmatch(writer)
+        events.append(Event(float(fields["at"]), fields["kind"], int(number[1]) if number else None, fields))
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a file; a line that is not whole, or was written by another version, is passed over."""
-    found = []
-    for line in path.read_bytes().splitlines():
-        try:
-            event = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            continue
-        if isinstance(event, dict) and isinstance(event.get("at"), int | float) and "kind" in event:
-            found.append(event)
-    return found
-
-
-def _fold(path: Path, run: RunDirectory) -> LauncherFacts:
-    """Return the last attempt of one launcher."""
-    facts = LauncherFacts()
-    for event in _lines(path):
-        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):  # written by another version
-            facts = _take(facts, event, run)
-    is_here = facts.host == socket.gethostname() and Path("/proc/self").exists()
-    return replace(facts, is_gone=is_here and not Path(f"/proc/{facts.pid}").exists())
-
-
-def _take(facts: LauncherFacts, event: Mapping[str, Any], run: RunDirectory) -> LauncherFacts:
-    """Return what is known of a launcher after one more event."""
-    match event["kind"]:
-        case "attempt":
-            return LauncherFacts(
-                node=event["node"],
-                nodes=event["nodes"],
-                host=event["host"],
-                pid=event["launcher"],
-                target=event["target"],
-                world_size=event["world_size"],
-                pids={int(rank): pid for rank, pid in event["ranks"].items()},
-            )
-        case "exit":
-            exit_ = RankExit(
-                rank=event["rank"],
-                returncode=event["code"],
-                failure=read_failure(run.error(event["rank"])),
-                stopped=event["stopped"],
-                at=event["at"],
-                node_name=facts.host if facts.nodes > 1 else "",
-            )
-            return replace(facts, exits=(*facts.exits, *gather_evidence([exit_], run)))
-        case "verdict":
-            return replace(facts, verdict=event["text"])
-        case "finish":
-            return replace(facts, finished=event["state"])
-    return facts
-
-
-def _ranks(path: Path) -> set[int]:
-    """Return the ranks that left any file."""
-    files = (file for folder in ("events", "errors", "recorder", "logs") for file in (path / folder).glob("rank*"))
-    return {int(number[1]) for file in files if (number := _RANK_FILE.match(file.name))}
+def _launcher_facts(launcher: LauncherState, run: RunDirectory) -> LauncherFacts:
+    """Return the last attempt of one launcher, with the failures and logs of its ranks."""
+    exits: list[RankExit] = []
+    for rank, end in launcher.ends.items():
+        exit_ = RankExit(
+            rank=rank,
+            returncode=end.code,
+            failure=read_failure(run.error(rank)),
+            stopped=end.stopped,
+            at=end.at,
+            node_name=launcher.host if launcher.nodes > 1 else "",
+        )
+        exits += gather_evidence([exit_], run)
+    return LauncherFacts(
+        node=launcher.node,
+        nodes=launcher.nodes,
+        host=launcher.host,
+        pid=launcher.pid or 0,
+        target=launcher.target,
+        world_size=launcher.world_size,
+        pids=launcher.pids,
+        exits=tuple(exits),
+        verdict=launcher.verdict,
+        finished=launcher.finished,
+        is_gone=launcher.is_gone,
+    )
 
 
 def _look(run: RunDirectory, rank: int, now: float) -> RankStatus | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import sys
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -23,10 +22,12 @@ from shardwise.planner.search.explain import (
     rounds_gain,
 )
 from shardwise.planner.search.search import FILL, Candidate
-from shardwise.units import format_count, format_gb, format_rate, format_seconds
+from shardwise.plots.figures import Bars, Gantt, GanttSpan
+from shardwise.plots.svg import draw_sheet
+from shardwise.units import GB, format_count, format_gb, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from shardwise.planner.cost.events import Span
     from shardwise.planner.cost.memory import Memory
@@ -269,130 +270,58 @@ def _rendered(table: Table) -> str:
     return text.getvalue().rstrip("\n")
 
 
-# A picture of an answer as SVG: memory by part for each family, and the timeline of one step.
+# A picture of an answer: memory by part for each family, and the timeline of one step.
 
 
-WIDTH = 960
-LEFT = 150
-RIGHT = 30
-ROW = 26
-COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f", "#ff9da7", "#bab0ac")
-"""Ten that keep apart on light and dark grounds, and for most who see colours differently."""
-STYLE = (
-    "text{font:13px system-ui,sans-serif;fill:#1b1b1b}.small{font-size:11px}.head{font-size:16px;font-weight:600}"
-    ".line{stroke:#1b1b1b;stroke-dasharray:4 3}.ground{fill:#fff}"
-    "@media(prefers-color-scheme:dark){text{fill:#eee}.line{stroke:#eee}.ground{fill:#16181d}}"
-)
+_NUM_PARTS = 8
+"""Parts of memory that have a colour of their own, beside the rest and what is outside of tensors."""
+_REST, _OUTSIDE = "other", "allocator and context"
+_KINDS = {"F": "forward", "B": "backward", "reduce": "reduce, sum", "sum": "reduce, sum"}
+"""Work of a timeline whose label does not begin with its own name."""
 
 
 def draw(answer: Answer, spans: Sequence[Span], *, title: str) -> str:
-    """Return the picture of an answer; `spans` is the timeline of its best plan, empty when nothing fits."""
-    bars, height = _memory_bars(answer, top=70)
-    streams, height = _timeline(spans, top=height + 30) if spans else ([], height)
-    height += 20
-    head = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" role="img">',
-        f"<title>{escape(title)}</title>",
-        f"<style>{STYLE}</style>",
-        f'<rect class="ground" width="{WIDTH}" height="{height:g}"/>',
-        _text(20, 30, title, kind="head"),
-    ]
-    return "\n".join([*head, *bars, *streams, "</svg>", ""])
+    """Return the picture of an answer as SVG; `spans` is the timeline of its best plan, empty when nothing fits."""
+    figures: list[Bars | Gantt] = [_memory_bars(answer)]
+    if spans:
+        shown = [GanttSpan(span.stream, _kind(span.label), span.label, span.start, span.end) for span in spans]
+        end = max(span.end for span in spans)
+        figures.append(Gantt(title=f"One step, {format_seconds(end)} shown", spans=tuple(shown)))
+    return draw_sheet(title, figures)
 
 
-def _memory_bars(answer: Answer, top: float) -> tuple[list[str], float]:
-    """Return one bar for each family that has a plan, with the limit, and where they end."""
-    rows = [(family, entry) for family, entry in answer.families.items() if entry.memory is not None]
+def _memory_bars(answer: Answer) -> Bars:
+    """Return one bar for each family that has a plan, with the limit."""
     limit = answer.question.cluster.device.memory_bytes
-    names = _names(rows)
-    colour = {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}
-    most = max([limit, *(min(entry.memory.total, 2 * limit) for _, entry in rows if entry.memory)])
-    scale = (WIDTH - LEFT - RIGHT) / (1.05 * most)
-    shapes = [_text(20, top - 14, f"Peak memory of a device by part (GB; the device has {limit / 1e9:.0f})")]
-    legend, top = _legend(colour, top)
-    for row, (family, entry) in enumerate(rows):
-        memory, y = entry.memory, top + row * ROW
-        if memory is None:
-            continue
-        chosen = isinstance(entry, Candidate) and answer.best is not None and entry.plan == answer.best.plan
-        shapes.append(_text(20, y + 15, f"{family}{' (chosen)' if chosen else ''}"))
-        x = float(LEFT)
-        slices = {**memory.at_peak, "allocator and context": memory.total - memory.peak}
-        for name, size in slices.items():
-            wide = min(size * scale, WIDTH - RIGHT - x)
-            if wide > 0.3:
-                tip = f"{name} {size / 1e9:.1f} GB"
-                shapes.append(_rect((x, y + 2), (wide, ROW - 6), colour.get(name, COLOURS[-1]), tip))
-            x += max(0.0, wide)
-        shapes.append(_text(min(x + 4, WIDTH - 80), y + 15, f"{memory.total / 1e9:.1f}", kind="small"))
-    bottom = top + len(rows) * ROW
-    edge = LEFT + FILL * limit * scale
-    shapes.append(f'<line class="line" x1="{edge:.1f}" x2="{edge:.1f}" y1="{top - 4:g}" y2="{bottom:g}"/>')
-    return [*legend, *shapes], bottom
-
-
-def _names(rows: Iterable[tuple[str, object]]) -> list[str]:
-    """Return what lives at any peak, the largest first."""
-    sizes: dict[str, float] = {}
-    for _, entry in rows:
-        memory = getattr(entry, "memory", None)
-        for name, size in memory.at_peak.items() if memory else ():
-            sizes[name] = max(size, sizes.get(name, 0.0))
-    return [*sorted(sizes, key=lambda name: -sizes[name])[: len(COLOURS) - 1], "allocator and context"]
-
-
-def _legend(colour: dict[str, str], top: float) -> tuple[list[str], float]:
-    """Return the legend of colours, and where it ends."""
-    shapes, x, y = [], 20.0, top
-    for name, shade in colour.items():
-        wide = 30 + 6.6 * len(name)
-        if x + wide > WIDTH - RIGHT:
-            x, y = 20.0, y + 20
-        shapes += [_rect((x, y), (12, 12), shade, name), _text(x + 17, y + 10, name, kind="small")]
-        x += wide
-    return shapes, y + 26
-
-
-def _timeline(spans: Sequence[Span], top: float) -> tuple[list[str], float]:
-    """Return one row per stream, and where they end."""
-    streams = list(dict.fromkeys(span.stream for span in spans))
-    end = max(span.end for span in spans)
-    scale = (WIDTH - LEFT - RIGHT) / end
-    kinds = {"F": 0, "B": 1, "forward": 0, "backward": 1, "gather": 2, "reduce": 3, "sum": 3, "update": 5, "collect": 6}
-    shapes = [_text(20, top, f"One step, {format_seconds(end)} shown")]
-    for row, stream in enumerate(streams):
-        shapes.append(_text(20, top + row * ROW + 27, stream))
-    for span in _merged(spans, least=end / (WIDTH - LEFT - RIGHT)):
-        y = top + streams.index(span.stream) * ROW + 12
-        word = span.label.split()[0].rstrip("0123456789")
-        tip = f"{span.label}, {format_seconds(span.end - span.start)}"
-        wide = max(0.4, (span.end - span.start) * scale - 0.3)
-        shapes.append(_rect((LEFT + span.start * scale, y), (wide, ROW - 6), COLOURS[kinds.get(word, 9)], tip))
-    bottom = top + len(streams) * ROW + 16
-    text = {"forward": 0, "backward": 1, "gather": 2, "reduce, sum": 3, "update": 5, "collect": 6}
-    legend, bottom = _legend({word: COLOURS[place] for word, place in text.items()}, bottom)
-    return [*shapes, *legend], bottom
-
-
-def _merged(spans: Sequence[Span], least: float) -> list[Span]:
-    """Join neighbours of one kind that would be thinner than a line together."""
-    merged: list[Span] = []
-    for span in sorted(spans, key=lambda span: (span.stream, span.start)):
-        last = merged[-1] if merged else None
-        alike = last and last.stream == span.stream and last.label.split()[0] == span.label.split()[0]
-        if last and alike and span.start - last.end < least and span.end - span.start < least:
-            merged[-1] = last._replace(end=span.end)
-        else:
-            merged.append(span)
-    return merged
-
-
-def _rect(corner: tuple[float, float], size: tuple[float, float], colour: str, tip: str) -> str:
-    return (
-        f'<rect x="{corner[0]:.1f}" y="{corner[1]:.1f}" width="{size[0]:.1f}" height="{size[1]:g}" fill="{colour}">'
-        f"<title>{escape(tip)}</title></rect>"
+    memories = {family: entry.memory for family, entry in answer.families.items() if entry.memory is not None}
+    largest: dict[str, float] = {}
+    for memory in memories.values():
+        for name, size in memory.at_peak.items():
+            largest[name] = max(size, largest.get(name, 0.0))
+    names = sorted(largest, key=lambda name: -largest[name])[:_NUM_PARTS]
+    rows, has_rest = [], len(largest) > _NUM_PARTS
+    for family, memory in memories.items():
+        own = [memory.at_peak.get(name, 0.0) for name in names]
+        rest = [max(0.0, sum(memory.at_peak.values()) - sum(own))] if has_rest else []
+        parts = [*own, *rest, memory.total - memory.peak]
+        rows.append((f"{family}{_chosen(answer, family)}", tuple(part / GB for part in parts)))
+    return Bars(
+        title=f"Memory of a device at its highest moment, by part (GB; {limit / GB:.0f} there)",
+        unit="GB",
+        parts=(*names, *([_REST] if has_rest else []), _OUTSIDE),
+        rows=tuple(rows),
+        limit=FILL * limit / GB,
+        clip_at=2 * limit / GB,
     )
 
 
-def _text(x: float, y: float, text: str, *, kind: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}"{f" class={kind!r}" if kind else ""}>{escape(text)}</text>'
+def _chosen(answer: Answer, family: str) -> str:
+    entry = answer.families[family]
+    is_best = isinstance(entry, Candidate) and answer.best is not None and entry.plan == answer.best.plan
+    return " (chosen)" if is_best else ""
+
+
+def _kind(label: str) -> str:
+    """Return the kind of work that a span is, by the first name in its label: F3, gather 12, update."""
+    name = label.split(maxsplit=1)[0].rstrip("0123456789")
+    return _KINDS.get(name, name)

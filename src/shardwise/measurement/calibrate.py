@@ -1,0 +1,244 @@
+"""Calibrating a plan's figures: what this machine does, measured in under a minute."""
+
+from __future__ import annotations
+
+import datetime as dt
+import socket
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.dist import world
+from shardwise.environment import identify
+from shardwise.hardware import probe_gpus
+from shardwise.hardware.calibration import (
+    AttentionPoint,
+    Calibration,
+    CollectivePoints,
+    Figure,
+    MatmulPoint,
+    default_calibration,
+    measured,
+    write_calibration,
+)
+from shardwise.hardware.cluster import this_machine
+from shardwise.measurement import operators
+from shardwise.measurement.ranks import on_ranks
+from shardwise.measurement.timing import measure_collective
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+    from shardwise.dist import World
+    from shardwise.hardware.machine import NodeType
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send")
+SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 23, 1 << 26)
+"""Bytes: a norm's weight to a bucket of gradients."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """What is measured on one kind of device."""
+
+    layers: dict[str, tuple[tuple[int, int, int], ...]]
+    """dtype -> linear layers as (rows, inner, columns)."""
+    uneven: dict[str, tuple[tuple[int, int, int], ...]]
+    """The same, where columns are not a whole number of 16 bytes."""
+    attentions: dict[str, tuple[tuple[int, int], ...]]
+    """dtype -> (length, head width)."""
+    tokens: int
+    """Of a batch of attention."""
+    numels: tuple[int, ...]
+    """Of tensors that memory-bound operators read."""
+    low: torch.dtype
+    """Which those are in."""
+    parameters: int
+    """That the optimizer moves."""
+    budget_s: float
+    """For one point."""
+
+
+_WIDE = (
+    *((768, 768), (768, 2304), (768, 3072), (3072, 768), (768, 50_304)),  # GPT-2
+    *((2048, 512), (2048, 2048), (2048, 5632), (5632, 2048), (2048, 32_000)),  # 1B Llama
+    *((4096, 1024), (4096, 4096), (4096, 14_336), (14_336, 4096), (4096, 128_256)),  # 8B Llama
+    *((8192, 8192), (8192, 28_672), (28_672, 8192)),  # 70B Llama
+)
+_FEW = ((768, 768), (768, 3072), (2048, 2048), (4096, 4096), (4096, 14_336))
+_NARROW = ((64, 64), (64, 256), (128, 512), (256, 256), (256, 1024), (1024, 256), (768, 768), (768, 3072), (128, 8192))
+
+
+def _with_rows(rows: Iterable[int], widths: Iterable[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
+    widths = tuple(widths)
+    return tuple((row, *width) for row in rows for width in widths)
+
+
+GPU = Grid(
+    layers={
+        "bf16": _with_rows((512, 2048, 8192, 16_384), _WIDE),
+        "fp16": _with_rows((4096,), _FEW),
+        "tf32": _with_rows((1024, 8192), _FEW),
+        "fp32": _with_rows((1024, 8192), _FEW),
+    },
+    uneven={"bf16": _with_rows((2048, 8192, 16_384), ((768, 50_257), (1600, 50_257)))},
+    attentions={
+        "bf16": ((512, 64), (1024, 64), (2048, 64), (4096, 64), (1024, 128), (2048, 128), (4096, 128), (8192, 128)),
+        "fp16": ((2048, 128),),
+        "fp32": ((1024, 64),),
+    },
+    tokens=16_384,
+    numels=(1 << 23, 1 << 25),
+    low=torch.bfloat16,
+    parameters=100_000_000,
+    budget_s=0.02,
+)
+CPU = Grid(
+    layers={"fp32": _with_rows((64, 512, 2048), _NARROW), "bf16": _with_rows((512,), ((256, 256), (256, 1024)))},
+    uneven={},
+    attentions={"fp32": ((64, 16), (64, 64), (256, 32), (256, 64), (1024, 64))},
+    tokens=512,
+    numels=(1 << 18, 1 << 21),
+    low=torch.float32,
+    parameters=4_000_000,
+    budget_s=0.04,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFigures:
+    """What one rank measured, while the others measured the same."""
+
+    figures: dict[str, Figure]
+    """Field of Calibration -> value."""
+    matmuls: tuple[MatmulPoint, ...]
+    attentions: tuple[AttentionPoint, ...]
+    collectives: tuple[CollectivePoints, ...]
+
+
+def calibrate(ranks: int | None = None, *, folder: Path | None = None, grid: Grid | None = None) -> Calibration:
+    """Measure this machine, keep the result in `folder` for plans, and return it; starts its own ranks.
+
+    With `ranks`, that many measure at once, as they will train, and the collectives between them too; on a CPU they
+    share its cores, so that what each loses to the others is in every figure. `grid` is by default that of the device.
+    """
+    node = this_machine(ranks).node
+    on_cpu = node.device.kind == "cpu"
+    found = on_ranks(measure_rank, ranks or 1, grid or (CPU if on_cpu else GPU), "cpu" if on_cpu else "cuda")
+    calibration = combine(found, node)
+    write_calibration(calibration, folder)
+    return calibration
+
+
+def combine(found: Sequence[RankFigures], node: NodeType) -> Calibration:
+    """Return the calibration that ranks measured together; what none of them measured stays the catalogue's."""
+    base = default_calibration(node)
+    names = found[0].figures
+    return replace(
+        base,
+        machine=socket.gethostname(),
+        date=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        torch=str(torch.__version__),
+        matmuls=_mean_points([point for rank in found for point in rank.matmuls], ("flops",)),
+        attentions=_mean_points([point for rank in found for point in rank.attentions], ("forward", "backward")),
+        collectives=found[0].collectives,  # every rank has the slowest one's
+        **{name: _mean([rank.figures[name] for rank in found]) for name in names},  # type: ignore[arg-type]
+    )
+
+
+def _mean(figures: Sequence[Figure]) -> Figure:
+    value = sum(figure.value for figure in figures) / len(figures)
+    apart = max(abs(figure.value - value) / value for figure in figures) if value else 0.0
+    return measured(value, max(apart, *(figure.uncertainty for figure in figures)))
+
+
+def _mean_points(points: Sequence[Any], rates: tuple[str, ...]) -> tuple[Any, ...]:
+    """Join points of the same shape into one, with the mean of their rates."""
+    alike: dict[Any, list[Any]] = defaultdict(list)
+    for point in points:
+        alike[replace(point, **dict.fromkeys(rates, 0.0))].append(point)
+    return tuple(
+        replace(shape, **{rate: sum(getattr(point, rate) for point in group) / len(group) for rate in rates})
+        for shape, group in alike.items()
+    )
+
+
+def measure_rank(grid: Grid, device: str) -> RankFigures:
+    """Measure as one rank among those that the environment names; communicates over all of them."""
+    used = _memory_in_use(identify().local_rank) if device == "cuda" else 0
+    with world(device=device) as here:
+        matmuls: list[MatmulPoint] = []
+        for dtype, layers in _present(grid.layers, here.device) + _present(grid.uneven, here.device):
+            here.barrier()  # so that all ranks are at the same work
+            matmuls += operators.matmul_points(layers, dtype, here.device, budget_s=grid.budget_s)
+        attentions: list[AttentionPoint] = []
+        for dtype, shapes in _present(grid.attentions, here.device):
+            here.barrier()
+            attentions += operators.attention_points(
+                shapes, dtype, here.device, tokens=grid.tokens, budget_s=grid.budget_s
+            )
+        figures = _figures(here, grid)
+        if device == "cuda":
+            reserved = torch.cuda.memory_reserved(here.device)
+            figures["context_bytes"] = measured(max(1.0, _memory_in_use(here.local_rank) - used - reserved), 0.1)
+        return RankFigures(
+            figures=figures,
+            matmuls=tuple(matmuls),
+            attentions=tuple(attentions),
+            collectives=_collectives(here, grid.budget_s) if here.size > 1 else (),
+        )
+
+
+def _present(table: dict[str, Any], device: torch.device) -> list[tuple[str, Any]]:
+    """Leave out dtypes that the device has no units for."""
+    if device.type == "cpu":
+        return list(table.items())
+    major = torch.cuda.get_device_capability(device)[0]
+    return [(dtype, shapes) for dtype, shapes in table.items() if major >= 8 or dtype not in {"bf16", "tf32"}]
+
+
+def _together(here: World, work: Callable[[], Any]) -> Any:
+    """Begin with all ranks at once; communicates over the world."""
+    here.barrier()
+    return work()
+
+
+def _figures(here: World, grid: Grid) -> dict[str, Figure]:
+    device, budget_s, host = here.device, grid.budget_s, torch.device("cpu")
+    steps: dict[str, Callable[[], Figure]] = {
+        "memory_bandwidth": lambda: operators.memory_bandwidth(grid.numels, device, low=grid.low, budget_s=budget_s),
+        "operator_s": lambda: operators.operator_seconds(device),
+        "kernel_s": lambda: operators.kernel_seconds(device, budget_s=budget_s),
+        "optimizer_bandwidth": lambda: operators.optimizer_bandwidth(grid.parameters, device, budget_s=2 * budget_s),
+    }
+    figures: dict[str, Figure] = {name: _together(here, step) for name, step in steps.items()}
+    if device.type == "cpu":
+        return {**figures, "host_optimizer_bandwidth": figures["optimizer_bandwidth"]}
+    to_host, from_host = _together(here, lambda: operators.copy_bandwidths(device, budget_s=5 * budget_s))
+    on_host = _together(here, lambda: operators.optimizer_bandwidth(CPU.parameters, host, budget_s=CPU.budget_s))
+    return {**figures, "host_optimizer_bandwidth": on_host, "to_host": to_host, "from_host": from_host}
+
+
+def _collectives(here: World, budget_s: float) -> tuple[CollectivePoints, ...]:
+    """Time all collectives over the world; communicates over it."""
+    group = dist.group.WORLD
+    assert group is not None  # noqa: S101 - a world is open
+    found = []
+    for name in COLLECTIVES:
+        timed = [measure_collective(name, size, group, here.device, budget_s=budget_s) for size in SIZES]
+        points = tuple((item.num_bytes, item.timing.median_s) for item in timed)
+        found.append(CollectivePoints(name=name, ranks=here.size, nodes=here.num_nodes, points=points))
+    return tuple(found)
+
+
+def _memory_in_use(local_rank: int) -> float:
+    """Return bytes that the driver has given away on this rank's GPU, without starting CUDA."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(probe_gpus()[local_rank].index)
+    return float(pynvml.nvmlDeviceGetMemoryInfo(handle).used)

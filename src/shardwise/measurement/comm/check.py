@@ -1,0 +1,237 @@
+"""Whether a collective computes what it should, and which reduce operations and dtypes a backend supports."""
+
+from __future__ import annotations
+
+import time
+from functools import cache, reduce
+from itertools import product
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.dist.world import running_group
+from shardwise.errors import InputError
+from shardwise.measurement.comm.collectives import PREMULTIPLIER, CollectiveSpec, prepare
+from shardwise.measurement.comm.result import Check
+from shardwise.measurement.comm.spec import KINDS, OPERATIONS, TYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from shardwise.dist import World
+    from shardwise.dist.stores import Store
+    from shardwise.measurement.comm.collectives import Collective
+    from shardwise.measurement.comm.spec import SweepSettings
+
+
+PERIOD = 251
+"""Elements after which inputs repeat: a prime, so that no slice at a round number equals its neighbour."""
+_STRIDE = 89
+"""By how much a rank's moved values are ahead of those of the rank before it."""
+_ROWS = 4096
+"""Periods that are compared at once: a million elements, so that checking takes little memory."""
+_LATE_S = 0.02
+"""How much later than the others the last rank comes to a barrier that is checked."""
+_BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
+
+
+def count_wrong(collective: Collective, store: Store, key: str) -> int:
+    """Communicate over the collective's group: call it once, and count the wrong elements that this rank received.
+
+    `store` and `key`, one of its own for each call, are for barrier: a rank that leaves it before all came has one
+    wrong. Ranks that receive nothing, as those that are no root of a reduce, have none.
+    """
+    spec = collective.spec
+    if spec.name == "barrier":
+        return _leaves_early(collective, store, key)
+    _fill(collective.sent, _input_of(collective))
+    if collective.received is not collective.sent:
+        collective.received.fill_(1)
+    collective.call()
+    if spec.name in ("reduce", "gather") and collective.rank != spec.root:
+        return 0
+    return sum(_differing(*piece) for piece in _expected(collective))
+
+
+def inputs(ranks: int, operation: str | None, dtype: torch.dtype) -> Tensor:
+    """Return one period of every rank's input, [ranks, PERIOD] whole numbers: so small that every result is exact.
+
+    `operation` is None for what is moved and not reduced.
+    """
+    element, rank = torch.arange(PERIOD)[None], torch.arange(ranks)[:, None]
+    most = _largest_exact(dtype)
+    if operation is None:
+        return (element + _STRIDE * rank) % PERIOD % (most + 1)
+    turn = (element + rank) % PERIOD
+    if operation in ("SUM", "PREMUL_SUM"):
+        each = most // (ranks * (PREMULTIPLIER if operation == "PREMUL_SUM" else 1))
+        return turn % (each + 1) if each else (turn == 0).long()
+    if operation == "AVG":  # pairs of ranks are as far above the mean as below it, so that whole numbers have a mean
+        mean = 1 + element % max(1, min(PERIOD, most // ranks - 1))
+        apart = torch.where(rank % 2 == 0, 1, -1)
+        apart[-1] = apart[-1] * (1 - ranks % 2)
+        return mean + apart
+    if operation == "PRODUCT":  # a few factors of 2
+        return 1 + (turn % max(2, -(-ranks // 4)) == 0).long()
+    return turn % (most + 1)
+
+
+@cache
+def reduced(ranks: int, operation: str, dtype: torch.dtype) -> Tensor:
+    """Return one period of what all ranks' inputs become, in fp64 or int64."""
+    values = inputs(ranks, operation, dtype)
+    if operation in _BITWISE:
+        return reduce(_BITWISE[operation], values.unbind())
+    if operation == "AVG":
+        return values.double().mean(0)
+    if operation in ("MIN", "MAX"):
+        return values.amin(0) if operation == "MIN" else values.amax(0)
+    if operation == "PRODUCT":
+        return values.prod(0)
+    return values.sum(0) * (PREMULTIPLIER if operation == "PREMUL_SUM" else 1)
+
+
+def tolerance(ranks: int, operation: str, dtype: torch.dtype) -> float:
+    """Return how far from the expected value a right result may be, as a fraction of it: 0 but for some means.
+
+    1 / ranks is not a binary fraction unless ranks is a power of two, and nccl multiplies by it before it adds.
+    """
+    if operation != "AVG" or not dtype.is_floating_point:
+        return 0.0
+    is_exact = ranks & (ranks - 1) == 0 and 2 * ranks <= _largest_exact(dtype)
+    return 0.0 if is_exact else min(0.25, ranks * torch.finfo(dtype).eps)
+
+
+def _largest_exact(dtype: torch.dtype) -> int:
+    """Return the number up to which the dtype holds every whole number."""
+    return int(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def _input_of(collective: Collective) -> Tensor:
+    spec = collective.spec
+    return inputs(collective.ranks, spec.operation if KINDS[spec.name].reduces else None, spec.dtype)[collective.rank]
+
+
+def _expected(collective: Collective) -> list[tuple[Tensor, Tensor, int, float]]:
+    """Return pieces of what was received, each with the period it repeats, where in it it begins, and the tolerance."""
+    spec, ranks, rank, count = collective.spec, collective.ranks, collective.rank, collective.count
+    received = collective.received
+    if KINDS[spec.name].reduces:
+        offset = rank * count if spec.name == "reduce_scatter" else 0
+        allowed = tolerance(ranks, spec.operation, spec.dtype)
+        return [(received, reduced(ranks, spec.operation, spec.dtype), offset, allowed)]
+    moved = inputs(ranks, None, spec.dtype)
+    if spec.name in ("broadcast", "scatter"):
+        return [(received, moved[spec.root], rank * count if spec.name == "scatter" else 0, 0.0)]
+    offset = rank * count if spec.name == "all_to_all" else 0
+    return [(part, moved[source], offset, 0.0) for source, part in enumerate(received.split(count))]
+
+
+def _fill(tensor: Tensor, period: Tensor) -> None:
+    values = period.to(tensor.dtype).to(tensor.device)
+    rows, rest = divmod(tensor.numel(), PERIOD)
+    tensor[: rows * PERIOD].view(rows, PERIOD).copy_(values.expand(rows, PERIOD))
+    tensor[rows * PERIOD :].copy_(values[:rest])
+
+
+def _differing(tensor: Tensor, period: Tensor, offset: int, allowed: float) -> int:
+    """Count elements that are not those of the repeated period, begun at `offset`."""
+    values = period.roll(-(offset % PERIOD)).to(tensor.dtype).to(tensor.device)
+    rows, rest = divmod(tensor.numel(), PERIOD)
+    pieces = tensor[: rows * PERIOD].view(rows, PERIOD).split(_ROWS)
+    wrong = [_far(piece, values, allowed).sum() for piece in pieces]
+    return int(sum(wrong) + _far(tensor[rows * PERIOD :], values[:rest], allowed).sum())
+
+
+def _far(found: Tensor, wanted: Tensor, allowed: float) -> Tensor:
+    if found.is_floating_point() and found.dtype.itemsize == 1:  # torch does not compare eight-bit floats
+        found, wanted = found.float(), wanted.float()
+    if not allowed:
+        return found != wanted
+    return ~((found - wanted).abs() <= allowed * wanted.abs())  # so that NaN is far
+
+
+def _leaves_early(collective: Collective, store: Store, key: str) -> int:
+    if collective.rank == collective.ranks - 1:
+        time.sleep(_LATE_S)
+    store.add(key, 1)
+    collective.call()
+    if collective.device.type == "cuda":
+        torch.cuda.synchronize(collective.device)  # nccl's barrier holds the device, not the host
+    return int(store.add(key, 0) < collective.ranks)
+
+
+# Which reduce operations and dtypes a backend has: found out by using each once on little data, and checked.
+
+
+CHECKED_BYTES = 4096
+"""Of every check: more than one period of inputs on each of a few ranks."""
+
+_LONE_FACTOR = "one rank sums nothing, and nccl leaves the factor out of reduce_scatter and of bfloat16 then"
+
+
+def check_all(spec: SweepSettings, world: World, store: Store) -> list[Check]:
+    """Communicate over the world, called on every rank: use everything once; wrong elements are this rank's."""
+    root = min(spec.root, world.size - 1)
+    found = []
+    for number, (name, operation, dtype) in enumerate(_cases(spec)):
+        if operation == "PREMUL_SUM" and world.size == 1:
+            found.append(Check(collective=name, operation=operation, dtype=dtype, wrong=None, words=_LONE_FACTOR))
+            continue
+        asked = CollectiveSpec(
+            name=name,
+            num_bytes=CHECKED_BYTES,
+            dtype=getattr(torch, dtype or "float32"),
+            operation=operation or "SUM",
+            root=root if KINDS[name].is_rooted else 0,
+        )
+        try:
+            wrong, words = count_wrong(prepare(asked, running_group(), world.device), store, f"check {number}"), ""
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+            AttributeError,
+        ) as error:  # every backend refuses in its own way
+            wrong, words = None, (str(error) or repr(error)).splitlines()[0]
+        found.append(Check(collective=name, operation=operation, dtype=dtype, wrong=wrong, words=words))
+    return found
+
+
+def _cases(spec: SweepSettings) -> Iterable[tuple[str, str, str]]:
+    dtypes = dict.fromkeys((*spec.dtypes, *spec.checked_dtypes))
+    operations = dict.fromkeys((*spec.operations, *spec.checked_operations))
+    # gloo's barrier raises the error of an operation just refused if that is not cleared away yet, on this rank alone,
+    # and the others wait in it for ever: it comes before them.
+    for name in sorted(spec.collectives, key=lambda name: name != "barrier"):
+        kind = KINDS[name]
+        yield from product((name,), operations if kind.reduces else ("",), dtypes if kind.traffic != "none" else ("",))
+
+
+def refuse_missing(spec: SweepSettings, checks: Iterable[Check], backend: str) -> None:
+    """Refuse an operation or dtype that was asked for by name, if the backend has none of what it was asked for."""
+    timed = [check for check in checks if check.operation in ("", *spec.operations)]
+    timed = [check for check in timed if check.dtype in ("", *spec.dtypes)]
+    for name in spec.named:
+        cases = [check for check in timed if name in (check.operation, check.dtype)]
+        if cases and all(check.wrong is None for check in cases):
+            what = f"{name} of {', '.join(spec.dtypes)}" if name in OPERATIONS else name
+            raise InputError(
+                f"{backend} has no {what} ({cases[0].words})",
+                code="bench.backend-unsupported",
+                fix=_others(name, checks),
+            )
+
+
+def _others(name: str, checks: Iterable[Check]) -> str:
+    """Say what to type instead: dtypes that the operation works with, or the others of its kind."""
+    has = [check for check in checks if check.wrong is not None]
+    dtypes = dict.fromkeys(check.dtype for check in has if check.operation == name)
+    if dtypes:
+        return f"use --dtypes with {', '.join(dtypes)}"
+    kind, option = (OPERATIONS, "--ops") if name in OPERATIONS else (TYPES, "--dtypes")
+    others = {part for check in has for part in (check.operation, check.dtype)}
+    names = [other for other in kind if other in others]
+    return f"use {option} with {', '.join(names)}" if names else f"leave it out of {option}"

@@ -1,0 +1,249 @@
+"""The Spec of a sweep of collectives: sizes, dtypes, operations and groups; algbw and busbw as nccl-tests has them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from shardwise.errors import InputError, nearest
+from shardwise.layout import AXES, Layout
+from shardwise.units import read_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+
+# What nccl-tests calls size, count, algbw and busbw, for every collective.
+
+
+_ALIGNED = 16
+"""Bytes that one rank's part is a multiple of in nccl-tests (GetCollByteCount of each test)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveKind:
+    """What a collective is, as far as its columns are concerned."""
+
+    traffic: Literal["twice", "others", "whole", "none"]
+    """Of the whole tensor, what passes one rank's link: all but its own part, twice that, everything, or nothing."""
+    is_split: bool = False
+    """Whether ranks have parts of the whole, and `count` is one part's; else they work on the whole in place."""
+    sends_whole: bool = True
+    receives_whole: bool = True
+    reduces: bool = False
+    is_rooted: bool = False
+
+
+KINDS = {
+    "all_reduce": CollectiveKind(traffic="twice", reduces=True),
+    "all_gather": CollectiveKind(traffic="others", is_split=True, sends_whole=False),
+    "reduce_scatter": CollectiveKind(traffic="others", is_split=True, receives_whole=False, reduces=True),
+    "broadcast": CollectiveKind(traffic="whole", is_rooted=True),
+    "reduce": CollectiveKind(traffic="whole", reduces=True, is_rooted=True),
+    "gather": CollectiveKind(traffic="others", is_split=True, sends_whole=False, is_rooted=True),
+    "scatter": CollectiveKind(traffic="others", is_split=True, receives_whole=False, is_rooted=True),
+    "all_to_all": CollectiveKind(traffic="others", is_split=True),
+    "barrier": CollectiveKind(traffic="none"),
+}
+"""Name -> kind of all that `bench comm` measures, in the order of its tables."""
+
+OPERATIONS = {
+    "SUM": "sum",
+    "AVG": "avg",
+    "PRODUCT": "prod",
+    "MIN": "min",
+    "MAX": "max",
+    "BAND": "band",
+    "BOR": "bor",
+    "BXOR": "bxor",
+    "PREMUL_SUM": "mulsum",
+}
+"""torch's name -> the name in the column redop; nccl-tests has none of the three on bits."""
+
+TYPES = {
+    "float32": "float",
+    "float64": "double",
+    "float16": "half",
+    "bfloat16": "bfloat16",
+    "float8_e4m3fn": "f8e4m3",
+    "float8_e5m2": "f8e5m2",
+    "int8": "int8",
+    "uint8": "uint8",
+    "int32": "int32",
+    "int64": "int64",
+}
+"""torch's name -> the name in the column type."""
+
+
+def count_of(name: str, num_bytes: int, itemsize: int, ranks: int) -> int:
+    """Return the column count for about `num_bytes`: elements of a rank's part where the whole is split, else of all.
+
+    Rounded down as nccl-tests rounds (parts to 16 bytes), but never to none; 0 for what moves nothing.
+    """
+    kind = KINDS[name]
+    if kind.traffic == "none":
+        return 0
+    if not kind.is_split:
+        return max(1, num_bytes // itemsize)
+    part, aligned = num_bytes // itemsize // ranks, max(1, _ALIGNED // itemsize)
+    return part // aligned * aligned or max(1, part)
+
+
+def size_of(name: str, count: int, itemsize: int, ranks: int) -> int:
+    """Return the column size in bytes: of the larger of what one rank sends and receives."""
+    return count * itemsize * (ranks if KINDS[name].is_split else 1)
+
+
+def buffer_bytes(name: str, size: int, ranks: int) -> int:
+    """Return the bytes of all that one rank sends from and receives into."""
+    kind = KINDS[name]
+    if kind.traffic == "none":
+        return 0
+    if not kind.is_split:
+        return size
+    return sum(size if whole else size // ranks for whole in (kind.sends_whole, kind.receives_whole))
+
+
+def bus_factor(name: str, ranks: int) -> float:
+    """Return busbw / algbw: the share of `size` that passes the link of the busiest rank at the least."""
+    others = (ranks - 1) / ranks
+    return {"twice": 2 * others, "others": others, "whole": 1.0, "none": 0.0}[KINDS[name].traffic]
+
+
+def bandwidths(name: str, size: int, seconds: float, ranks: int) -> tuple[float, float]:
+    """Return the columns algbw and busbw, in GB/s of 1e9 bytes."""
+    algorithm = size / seconds / 1e9
+    return algorithm, algorithm * bus_factor(name, ranks)
+
+
+FACTOR = 4
+"""From one size to the next where none is given."""
+PLACES = ("world", "node", "across")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepSettings:
+    """Which collectives to time and check, and on what."""
+
+    collectives: tuple[str, ...] = tuple(KINDS)
+    sizes: tuple[int, ...] = tuple(1 << power for power in range(10, 27, 2))
+    """Bytes, ascending."""
+    dtypes: tuple[str, ...] = ("float32",)
+    operations: tuple[str, ...] = ("SUM",)
+    checked_dtypes: tuple[str, ...] = tuple(TYPES)
+    """Also checked once, on little data: these, in `checked_operations`."""
+    checked_operations: tuple[str, ...] = tuple(OPERATIONS)
+    named: tuple[str, ...] = ()
+    """Operations and dtypes that were asked for one by one: what the backend lacks of them is refused."""
+    groups: tuple[str, ...] = ("world",)
+    """world, node (ranks of one node), across (ranks with one local rank), or an axis of `layout`."""
+    layout: Layout | None = None
+    root: int = 0
+    """Rank in its group."""
+    modes: tuple[str, ...] = ("sync",)
+    """sync, async or both."""
+    budget_s: float = 20.0
+    """About how long the whole may take: decides how often each call is repeated, never less than three times."""
+    device: str | None = None
+    backend: str | None = None
+
+
+def read_names(asked: str | Iterable[str], known: Iterable[str], what: str) -> tuple[str, ...]:
+    """Return known names that a text or its words list, all for "all"; another word is refused with the nearest."""
+    words = asked.split(",") if isinstance(asked, str) else list(asked)
+    names = tuple(dict.fromkeys(word.strip() for word in words if word.strip()))
+    if names == ("all",):
+        return tuple(known)
+    for name in names:
+        if name not in set(known):
+            raise InputError(f"there is no {what} {name!r}", code="bench.unknown-choice", fix=nearest(name, known))
+    if not names:
+        raise InputError(f"no {what} is named", code="bench.nothing-named", fix=f"name some of {', '.join(known)}")
+    return names
+
+
+def read_aliased(asked: str, table: Mapping[str, str], what: str) -> tuple[str, ...]:
+    """Return torch's names of what a text lists, by them in any case or by those of nccl-tests."""
+    own = {word.lower(): name for name, word in table.items()} | {name.lower(): name for name in table}
+    words = (own.get(word.strip().lower(), word) for word in asked.split(","))
+    return read_names(words, tuple(table), what)
+
+
+def read_sizes(text: str) -> tuple[int, ...]:
+    """Return ascending sizes: "1KiB:64MiB" in steps of 4, "1KiB:64MiB:2" in steps of 2, or a list with commas."""
+    if ":" not in text:
+        return tuple(sorted({read_size(part) for part in text.split(",")}))
+    first, last, *rest = text.split(":")
+    factor = rest[0] if rest else str(FACTOR)
+    if len(rest) > 1 or not re.fullmatch(r"[0-9]+", factor) or int(factor) < 2:
+        raise InputError(
+            f"--sizes {text} has no whole factor above 1",
+            code="bench.sizes-factor-invalid",
+            fix="write FIRST:LAST or FIRST:LAST:FACTOR",
+        )
+    low, high = read_size(first), read_size(last)
+    if low > high:
+        raise InputError(
+            f"--sizes {text} begins above its end", code="bench.sizes-descending", fix=f"write {last}:{first}"
+        )
+    sizes = [low]
+    while sizes[-1] * int(factor) <= high:
+        sizes.append(sizes[-1] * int(factor))
+    return tuple(sizes)
+
+
+def read_groups(text: str, layout: Layout | None) -> tuple[str, ...]:
+    """Return the groups that a text lists; `layout` must split an axis."""
+    groups = read_names(text, (*PLACES, *AXES), "group")
+    for axis in set(groups) & set(AXES):
+        if layout is None:
+            raise InputError(
+                f"--group {axis} is an axis of no layout",
+                code="bench.group-without-layout",
+                fix=f"add --layout, such as {axis}2",
+            )
+        if getattr(layout, axis) == 1:
+            split = [name for name in AXES if getattr(layout, name) > 1]
+            raise InputError(
+                f"layout {layout} does not split {axis}",
+                code="bench.group-axis-unsplit",
+                fix=f"use one of {', '.join((*PLACES, *split))}",
+            )
+    return groups
+
+
+def group_ranks(group: str, world: tuple[tuple[int, int], ...], layout: Layout | None) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of every group of one kind; `world` has (node, local rank) of each rank.
+
+    A world that cannot be split so is refused.
+    """
+    size = len(world)
+    if group == "world":
+        return (tuple(range(size)),)
+    if group in AXES:
+        assert layout is not None  # noqa: S101 - read_groups saw to it
+        if layout.world_size != size:
+            raise InputError(
+                f"layout {layout} needs {layout.world_size} ranks, the world has {size}",
+                code="layout.world-size-mismatch",
+                fix=f"use --nproc {layout.world_size}, or another --layout",
+            )
+        return layout.groups(group)
+    place = 0 if group == "node" else 1
+    members: dict[int, list[int]] = {}
+    for rank, where in enumerate(world):
+        members.setdefault(where[place], []).append(rank)
+    if group == "across" and len(members[world[0][1]]) == 1:
+        raise InputError(
+            "--group across joins nodes, and there is 1",
+            code="bench.group-one-node",
+            fix="use --group world, or start more nodes",
+        )
+    if len({len(ranks) for ranks in members.values()}) > 1:
+        raise InputError(
+            f"--group {group} makes groups of unequal size here",
+            code="bench.groups-unequal",
+            fix="start as many ranks on every node",
+        )
+    return tuple(map(tuple, members.values()))

@@ -1,0 +1,372 @@
+"""Whether collectives are as fast as their links allow: latency and bandwidth fitted, a verdict, the findings."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardwise.errors import InputError
+from shardwise.measurement.comm.result import COLUMNS, cells, missing_text, shown_columns
+from shardwise.measurement.comm.spec import KINDS
+from shardwise.measurement.report.findings import Findings, Section
+from shardwise.plots.figures import Plot, Series, Table
+from shardwise.units import write_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from shardwise.measurement.comm.limits import Ceiling
+    from shardwise.measurement.comm.result import Change, CommMeasurement, SweepRow
+
+    Point = tuple[float, float]
+
+GOOD_OF_LISTED, GOOD_OF_MEASURED = 0.8, 0.5
+"""From which share of the ceiling on a collective is good: what is listed is what collectives reach, while plain TCP
+has none of their copies and additions, which take the same cores."""
+LARGE = 1 << 20
+"""Bytes from which on a collective shows bandwidth, not latency."""
+
+_NAMED = 9
+"""Good ones that a sentence names; more are counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeriesVerdict:
+    """The verdict on all sizes of one collective."""
+
+    collective: str
+    group: str
+    ranks: int
+    mode: str
+    type: str
+    redop: str
+    root: int
+    fit: AlphaBeta | None
+    """To the minima of each size, since noise only adds; None for fewer than three sizes."""
+    held_out: float | None
+    """Mean relative error on every second size, when the others make the fit."""
+    best_busbw: float
+    """GB/s."""
+    share: float | None
+    """Of the ceiling; None where there is none, or where no size is large."""
+    is_good: bool | None
+    words: str
+
+    @property
+    def series(self) -> tuple[str | int, ...]:
+        """What its rows have in common, as `Row.series`."""
+        return (self.collective, self.group, self.ranks, self.mode, self.type, self.redop, self.root)
+
+    @property
+    def name(self) -> str:
+        """What it is, without what goes without saying."""
+        usual = {"world", "sync", "float", "sum", "none"}
+        parts = (self.type, self.redop, self.mode, f"in {self.group}" if self.group != "world" else "world")
+        return " ".join([self.collective, *(part for part in parts if part not in usual)])
+
+
+def judge(found: CommMeasurement) -> tuple[SeriesVerdict, ...]:
+    """Return a verdict for every series of sizes, in the order of the rows."""
+    order = list(dict.fromkeys(row.series for row in found.rows))
+    rows = sorted(found.rows, key=lambda row: (order.index(row.series), row.size))
+    series = [list(alike) for _, alike in groupby(rows, key=lambda row: row.series)]
+    return tuple(_judge(alike, found.ceilings.get(alike[0].group)) for alike in series)
+
+
+def _judge(rows: list[SweepRow], ceiling: Ceiling | None) -> SeriesVerdict:
+    first = rows[0]
+    points = [(float(row.size), row.min_us / 1e6) for row in rows if row.size]
+    best = max(row.busbw for row in rows)
+    share, good, words = _words(rows, best, ceiling)
+    return SeriesVerdict(
+        collective=first.collective,
+        group=first.group,
+        ranks=first.ranks,
+        mode=first.mode,
+        type=first.type,
+        redop=first.redop,
+        root=first.root,
+        fit=fit_knee(points) if len(points) > 2 else None,
+        held_out=held_out_error(points),
+        best_busbw=best,
+        share=share,
+        is_good=good,
+        words=words,
+    )
+
+
+def _words(rows: list[SweepRow], best: float, ceiling: Ceiling | None) -> tuple[float | None, bool | None, str]:
+    if not rows[-1].size:
+        return None, None, f"{rows[0].time_us:.0f} us; there is no bandwidth to judge"
+    if rows[0].ranks == 1:
+        return None, None, "one rank: nothing travels"
+    if ceiling is None:
+        return None, None, f"{best:.2f} GB/s; nobody knows what the links carry"
+    if rows[-1].size < LARGE:
+        return None, None, f"sizes under {write_size(LARGE)} show latency, not bandwidth"
+    rate = ceiling.alone if KINDS[rows[0].collective].is_rooted else ceiling.shared
+    share = best * 1e9 / rate
+    good = share >= (GOOD_OF_MEASURED if ceiling.is_measured else GOOD_OF_LISTED)
+    return share, good, f"{'good' if good else 'slow'}: {share:.0%} of {rate / 1e9:.2f} GB/s by {ceiling.link}"
+
+
+def sentence(found: CommMeasurement, verdicts: Iterable[SeriesVerdict]) -> str:
+    """Return the one sentence to read: wrong results first, then what is good and what is slow."""
+    if found.wrong:
+        return f"wrong results: {', '.join(wrong_cases(found))}"
+    checked = f"{len(found.rows) + sum(check.wrong is not None for check in found.checks)} results right"
+    judged = [verdict for verdict in verdicts if verdict.share is not None]
+    if not judged:
+        reason = next((verdict.words for verdict in verdicts if verdict.collective != "barrier"), "nothing to judge")
+        return f"{checked}; {reason}"
+    good = [verdict.name for verdict in judged if verdict.is_good]
+    slow = [f"{verdict.name} ({verdict.share:.0%})" for verdict in judged if not verdict.is_good]
+    parts = []
+    if good:
+        parts.append(f"good: {', '.join(good)}" if len(good) <= _NAMED else f"{len(good)} good")
+    if slow:
+        parts.append(f"slow: {', '.join(slow)}")
+    ceiling = next(found.ceilings[verdict.group] for verdict in judged)
+    beside = f" (beside {ceiling.link}, {ceiling.words})" if ceiling is not None else ""
+    return f"{checked}; {'; '.join(parts)}{beside}"
+
+
+def wrong_cases(found: CommMeasurement) -> list[str]:
+    """Name what came out wrong, and how many elements."""
+    rows = [
+        f"{row.collective} {row.type} {row.redop} {write_size(row.size)} {row.mode} in {row.group} ({row.wrong})"
+        for row in found.rows
+        if row.wrong
+    ]
+    checks = [" ".join(filter(None, check.case)) + f" ({check.wrong})" for check in found.checks if check.wrong]
+    return [*rows, *checks]
+
+
+# The numbers of a link: seconds to begin, and seconds per byte, fitted to measured messages.
+
+
+_KNEE_POINTS = 8
+"""Sizes that a knee needs: with fewer it follows the noise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlphaBeta:
+    """Seconds of a message are alpha_s + num_bytes x beta_s, where there is no knee."""
+
+    alpha_s: float
+    beta_s: float
+    """Per byte."""
+    error: float
+    """Mean distance of the points from the line, as a fraction of each."""
+    knee_bytes: float | None = None
+    """Where another protocol begins, or the caches end: bytes above it cost `beyond_s` each."""
+    beyond_s: float = 0.0
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return the seconds of a message."""
+        knee = math.inf if self.knee_bytes is None else self.knee_bytes
+        return self.alpha_s + min(num_bytes, knee) * self.beta_s + max(0.0, num_bytes - knee) * self.beyond_s
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What the largest messages come near to; infinite where they cost no more than small ones."""
+        slope = self.beta_s if self.knee_bytes is None else self.beyond_s
+        return 1 / slope if slope else math.inf
+
+
+def fit_alpha_beta(points: Sequence[Point]) -> AlphaBeta:
+    """Fit (bytes, seconds) by least squares of relative errors, so that small messages count as much as large ones.
+
+    None of the numbers is ever below 0.
+    """
+    if len({num_bytes for num_bytes, _ in points}) < 2 or any(seconds <= 0 for _, seconds in points):
+        raise InputError(
+            f"{len(points)} points do not make a line",
+            code="bench.too-few-points",
+            fix="measure two sizes or more, in seconds above 0",
+        )
+    return _fit(points, None)[0]
+
+
+def fit_knee(points: Sequence[Point]) -> AlphaBeta:
+    """Fit (bytes, seconds) by a line, or by two that meet at a measured size where that is so much better.
+
+    So much: the two numbers more must be worth it by Schwarz's criterion, and there must be eight sizes.
+    """
+    plain = fit_alpha_beta(points)
+    sizes = sorted({num_bytes for num_bytes, _ in points})
+    if len(sizes) < _KNEE_POINTS:
+        return plain
+    line, squares = _fit(points, None)
+    bent, fewest = min((_fit(points, knee) for knee in sizes[1:-1]), key=lambda found: found[1])
+    gain = len(points) * math.log(max(squares, 1e-12) / max(fewest, 1e-12))
+    return bent if gain > 2 * math.log(len(points)) else line
+
+
+def held_out_error(points: Sequence[Point]) -> float | None:
+    """Return how far predictions of every second size are off, as a mean fraction, when the others make the fit.
+
+    None for less than five sizes.
+    """
+    ordered = sorted(points)
+    if len(ordered) < 5:
+        return None
+    fit = fit_knee(ordered[::2])
+    errors = [abs(fit.seconds(num_bytes) / seconds - 1) for num_bytes, seconds in ordered[1::2]]
+    return sum(errors) / len(errors)
+
+
+def _fit(points: Sequence[Point], knee: float | None) -> tuple[AlphaBeta, float]:
+    """Return the best line with a given knee, and the sum of its squared relative errors."""
+    sizes, seconds = np.array(points, dtype=np.float64).T
+    below = sizes if knee is None else np.minimum(sizes, knee)
+    above = np.zeros_like(sizes) if knee is None else np.maximum(sizes - knee, 0.0)
+    # alpha/t + beta below/t + beyond above/t = 1 for every point
+    rows = np.stack([np.ones_like(sizes), below, above], axis=1) / seconds[:, None]
+    numbers = _at_least_zero(rows, [0, 1] if knee is None else [0, 1, 2])
+    errors = rows @ numbers - 1
+    alpha, beta, beyond = (float(number) for number in numbers)
+    found = AlphaBeta(alpha_s=alpha, beta_s=beta, error=float(np.abs(errors).mean()))
+    if knee is not None:
+        found = replace(found, knee_bytes=knee, beyond_s=beyond)
+    return found, float(errors @ errors)
+
+
+def _at_least_zero(rows: NDArray[np.float64], columns: list[int]) -> NDArray[np.float64]:
+    """Solve rows @ numbers = 1 by least squares; a number that would be below 0 is 0, the lowest first."""
+    numbers = np.zeros(rows.shape[1])
+    while columns:
+        scale = np.abs(rows[:, columns]).max(axis=0)  # bytes and ones are twelve orders of magnitude apart
+        found = np.linalg.lstsq(rows[:, columns] / scale, np.ones(len(rows)), rcond=None)[0] / scale
+        if (found >= 0).all():
+            numbers[columns] = found
+            break
+        columns = [column for column in columns if column != columns[int((found * scale).argmin())]]
+    return numbers
+
+
+# A sweep of collectives as findings: bandwidth and time over size, the fits, the table, what was checked.
+
+
+METHOD = (
+    "Every rank calls each collective in blocks of at least 4 ms and mostly four calls, which begin together.",
+    "Time is the host's, from an idle device to an idle device; a sample is a block's mean call on the slowest rank.",
+    "time is the median of the samples, min the lowest, p99 the 99th percentile (the highest of less than a hundred).",
+    "size, count, algbw and busbw are those of nccl-tests.",
+    "all_reduce, reduce and broadcast work in place, the others out of place.",
+    "Results are checked on inputs that differ by rank and element: whole numbers so small that results are exact.",
+    "#wrong counts elements of all ranks that are not what they should be.",
+    "A fit is seconds = alpha + bytes x beta to the minima, by least squares of relative errors.",
+    "Where eight sizes or more show a knee, it is two lines that meet there.",
+    "The held-out error is that on every second size, when the others make the fit.",
+)
+
+
+def findings(
+    found: CommMeasurement, verdicts: Sequence[SeriesVerdict], changes: Sequence[Change] | None = None
+) -> Findings:
+    """Return the report of a sweep."""
+    sections = [_speed(found, verdicts), _fits(verdicts), _checked(found), _all_rows(found.rows)]
+    if changes is not None:
+        sections.insert(0, _compared(changes))
+    return Findings(
+        title=f"Collectives: {found.backend}, {found.world_size} ranks, {found.device}",
+        verdict=sentence(found, verdicts),
+        facts=found.facts,
+        method=METHOD,
+        sections=tuple(sections),
+    )
+
+
+def _speed(found: CommMeasurement, verdicts: Sequence[SeriesVerdict]) -> Section:
+    named = {verdict.series: verdict for verdict in verdicts if verdict.collective != "barrier"}
+    lines = defaultdict(list)
+    for row in found.rows:
+        lines[row.series].append(row)
+    bandwidth = Plot(
+        title="Bus bandwidth",
+        x_label="size",
+        y_label="GB/s",
+        series=tuple(
+            Series(name=verdict.name, points=tuple((float(row.size), row.busbw) for row in lines[key]))
+            for key, verdict in named.items()
+        ),
+        log_x=True,
+        x_is_bytes=True,
+    )
+    times = [
+        Plot(
+            title=f"Time of {verdict.name}",
+            x_label="size",
+            y_label="us",
+            series=(Series(name="measured", points=_points(lines[key])), *_fitted(verdict, lines[key])),
+            log_x=True,
+            log_y=True,
+            x_is_bytes=True,
+        )
+        for key, verdict in named.items()
+        if len(lines[key]) > 1
+    ]
+    words = [f"{verdict.name}: {verdict.words}." for verdict in verdicts]
+    return Section(title="Speed", text=" ".join(words), parts=(bandwidth, *times) if times else ())
+
+
+def _points(rows: Sequence[SweepRow]) -> tuple[tuple[float, float], ...]:
+    return tuple((float(row.size), row.time_us) for row in rows)
+
+
+def _fitted(verdict: SeriesVerdict, rows: Sequence[SweepRow]) -> tuple[Series, ...]:
+    if verdict.fit is None:
+        return ()
+    points = tuple((float(row.size), verdict.fit.seconds(row.size) * 1e6) for row in rows)
+    return (Series(name="fit of the minima", points=points, dashed=True),)
+
+
+def _fits(verdicts: Sequence[SeriesVerdict]) -> Section:
+    rows = [
+        (
+            verdict.name,
+            f"{verdict.fit.alpha_s * 1e6:.1f}",
+            f"{verdict.fit.bytes_per_s / 1e9:.2f}",
+            "" if verdict.fit.knee_bytes is None else f"{verdict.fit.knee_bytes / 2**20:g} MiB",
+            f"{verdict.fit.error:.1%}",
+            "" if verdict.held_out is None else f"{verdict.held_out:.1%}",
+            verdict.words,
+        )
+        for verdict in verdicts
+        if verdict.fit is not None
+    ]
+    header = ("collective", "alpha (us)", "1 / beta (GB/s)", "knee", "error", "held-out error", "verdict")
+    return Section(title="Fits and verdicts", parts=(Table(header=header, rows=tuple(rows)),) if rows else ())
+
+
+def _checked(found: CommMeasurement) -> Section:
+    right = sum(check.wrong == 0 for check in found.checks)
+    words = [f"{right} combinations of collective, operation and dtype were called once and are right."]
+    lacks = missing_text(found.checks, found.backend)
+    words += [f"{lacks}."] if lacks else []
+    words += [f"Left out for want of time: {', '.join(found.left_out)}."] if found.left_out else []
+    return Section(title="Checked", text=" ".join(words))
+
+
+def _all_rows(rows: Sequence[SweepRow]) -> Section:
+    shown = shown_columns(rows)
+    header = tuple(" ".join(filter(None, (COLUMNS[index][0], COLUMNS[index][2]))) for index in shown)
+    lines = tuple(tuple(cells(row)[index] for index in shown) for row in rows)
+    return Section(title="All measurements", parts=(Table(header=header, rows=lines),))
+
+
+def _compared(changes: Sequence[Change]) -> Section:
+    slower = [change for change in changes if change.is_regression]
+    text = f"{len(slower)} of {len(changes)} measurements are slower than before."
+    lines = tuple((change.words,) for change in slower)
+    return Section(
+        title="Beside the earlier run", text=text, parts=(Table(header=("slower",), rows=lines),) if lines else ()
+    )

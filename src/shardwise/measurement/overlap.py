@@ -1,0 +1,244 @@
+"""How much of a step's communication overlaps with compute, measured under settings of a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise.dist import world
+from shardwise.errors import PlanError
+from shardwise.job import load_job
+from shardwise.job.overrides import replace_at
+from shardwise.measurement.ranks import rank_zero
+from shardwise.measurement.split import MeasuredTurns, Split, measure_turns, pool, split
+from shardwise.measurement.switch import SwitchedWorld
+from shardwise.parallel.support import require_supported, uses_ddp
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardwise.job import JobReference
+    from shardwise.plans import Plan
+
+
+BUCKET, PREFETCH, SYNC = "communication.bucket_mb", "communication.prefetch", "gradient_sync"
+BUCKETS_MB = (1.0, 5.0, 25.0, 100.0)
+PREFETCHES = (1, 2, 4)
+SOURCE = "bench overlap"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much is measured of each setting."""
+
+    rounds: int
+    """Times that every setting is built anew, in turns: what a busy machine slows, it slows in all of them."""
+    turns: int = 3
+    """Of each round, in which step, compute and communication alternate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """What was measured of one setting."""
+
+    values: dict[str, Any]
+    """Dotted field of the plan -> its value."""
+    split: Split
+    rounds: tuple[float, ...]
+    """Median seconds of a step, by round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """Whether another setting than the plan's own is worth taking."""
+
+    chosen: int
+    """Which of the settings; 0 is the plan's own."""
+    gain_s: float
+    """Of the chosen, else of the best of the others; below 0 where none is faster. No more than what the step waits
+    less for communication: a gain in compute is the machine's, not the setting's."""
+    spread_s: float
+    """What a gain must exceed: the spreads of both, added."""
+
+
+def vary(
+    plan: Plan, *, buckets: Sequence[float] = BUCKETS_MB, prefetches: Sequence[int] = PREFETCHES
+) -> list[dict[str, Any]]:
+    """Return the settings to measure, the plan's own first: all that its kind of communication can be set to."""
+    choices: dict[str, Sequence[Any]] = {}
+    if uses_ddp(plan):
+        choices[BUCKET] = buckets
+    if plan.zero >= 2:
+        choices[PREFETCH] = prefetches
+    if plan.accumulation > 1 and (uses_ddp(plan) or plan.zero >= 2):
+        choices[SYNC] = ("last", "every")
+    own = {name: value_at(plan, name) for name in choices}
+    others = (dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values()))
+    return [own, *(values for values in others if values != own and _is_possible(with_values(plan, values)))]
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse a plan of which there is nothing to measure."""
+    require_supported(plan)
+    if plan.layout.world_size == 1:
+        raise PlanError(
+            "one rank has nobody to communicate with", code="bench.too-few-ranks", fix="use --nproc 2 or more"
+        )
+    if plan.layout.pp > 1:
+        raise PlanError(
+            f"plan {plan.layout} has stages, which wait for what the others send: without it there is no step",
+            code="bench.overlap-pipeline",
+            fix="use a plan without pp",
+        )
+
+
+def _is_possible(plan: Plan) -> bool:
+    try:
+        require_supported(plan)
+    except PlanError:
+        return False
+    return True
+
+
+def value_at(plan: Plan, name: str) -> Any:
+    """Return the value of a dotted field."""
+    value: Any = plan
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def with_values(plan: Plan, values: dict[str, Any]) -> Plan:
+    """Return the plan with these values."""
+    for name, value in values.items():
+        plan = replace_at(plan, name, value)
+    return plan
+
+
+def measure_overlap(
+    reference: JobReference,
+    plan: Plan,
+    settings: Sequence[dict[str, Any]],
+    *,
+    effort: Effort,
+    nproc: int | None,
+    device: str | None = None,
+    backend: str | None = None,
+) -> list[Overlap] | None:
+    """Measure a job under settings of a plan on fresh ranks, or on those of the world that this process is a rank of.
+
+    Returns what was measured of each setting, without those that come to the same; None on ranks other than 0.
+    """
+    measured = rank_zero(
+        _measure_rank,
+        nproc,
+        reference,
+        plan,
+        list(settings),
+        effort,
+        {"device": device, "backend": backend},
+        backend=backend,
+    )
+    if measured is None:
+        return None
+    return [summarise(values, rounds) for values, rounds in measured]
+
+
+def _measure_rank(
+    reference: JobReference,
+    plan: Plan,
+    settings: list[dict[str, Any]],
+    effort: Effort,
+    opening: dict[str, Any],
+) -> list[tuple[dict[str, Any], list[list[MeasuredTurns]]]]:
+    """Measure all settings in turns, called on every rank; returns by setting and round what each rank measured."""
+    with world(**opening) as opened:
+        here, job = SwitchedWorld.around(opened), load_job(reference)
+
+        def measure(values: dict[str, Any]) -> list[MeasuredTurns]:
+            turns = measure_turns(job, with_values(plan, values), here, turns=effort.turns, reads=False)
+            gc.collect()  # the model, before the next one is built
+            if here.device.type == "cuda":
+                torch.cuda.empty_cache()
+            return opened.gather(turns)
+
+        own, *others = settings
+        first = measure(own)
+        kept = [own, *distinct(others, own, first[0].num_bytes)]
+        found: list[list[list[MeasuredTurns]]] = [[first], *([] for _ in kept[1:])]
+        for number in range(effort.rounds):
+            for values, rounds in zip(kept, found, strict=True):
+                if len(rounds) == number:
+                    rounds.append(measure(values))
+        return list(zip(kept, found, strict=True))
+
+
+def distinct(others: Sequence[dict[str, Any]], own: dict[str, Any], num_bytes: int) -> list[dict[str, Any]]:
+    """Leave out what differs from one before only by buckets that hold all that is sent, `num_bytes`."""
+    seen, kept = [_effect(own, num_bytes)], []
+    for values in others:
+        effect = _effect(values, num_bytes)
+        if effect not in seen:
+            seen.append(effect)
+            kept.append(values)
+    return kept
+
+
+def _effect(values: dict[str, Any], num_bytes: int) -> dict[str, Any]:
+    if BUCKET not in values:
+        return values
+    return {**values, BUCKET: min(values[BUCKET], max(num_bytes / 2**20, 2**-10))}
+
+
+def summarise(values: dict[str, Any], rounds: Sequence[Sequence[MeasuredTurns]]) -> Overlap:
+    """Return what all ranks measured of a setting in all rounds."""
+    return Overlap(values=values, split=split(pool(rounds)), rounds=tuple(split(each).step.median_s for each in rounds))
+
+
+def advise(measured: Sequence[Overlap]) -> Advice:
+    """Choose the fastest setting if it gains more than the spread, and in every round; else keep the plan's own.
+
+    One round chooses nothing: settings are not measured in turns then.
+    """
+    own, *others = measured
+    if not others:
+        return Advice(chosen=0, gain_s=0.0, spread_s=_spread_s(own))
+    advice = [
+        Advice(
+            chosen=number,
+            gain_s=min(
+                own.split.step.median_s - other.split.step.median_s, own.split.exposed_s - other.split.exposed_s
+            ),
+            spread_s=_spread_s(own) + _spread_s(other),
+        )
+        for number, other in enumerate(others, start=1)
+    ]
+    clear = [each for each in advice if each.gain_s > each.spread_s]
+    worth = [each for each in clear if _gains_in_every_round(own, measured[each.chosen])]
+    if worth:
+        return max(worth, key=lambda each: each.gain_s)
+    return dataclasses.replace(max(advice, key=lambda each: each.gain_s), chosen=0)
+
+
+def _gains_in_every_round(own: Overlap, other: Overlap) -> bool:
+    return len(own.rounds) > 1 and all(new < old for new, old in zip(other.rounds, own.rounds, strict=True))
+
+
+def _spread_s(measured: Overlap) -> float:
+    return measured.split.step.spread * measured.split.step.median_s
+
+
+def advised_plan(plan: Plan, measured: Sequence[Overlap], advice: Advice) -> Plan:
+    """Return the plan with the advised values, each saying that it was measured."""
+    own, chosen = measured[0], measured[advice.chosen]
+    saved = advice.gain_s / own.split.step.median_s
+    sources = {
+        name: f"{SOURCE}: a step takes {saved:.1%} less" if value != own.values[name] else f"{SOURCE}: kept"
+        for name, value in chosen.values.items()
+    }
+    return dataclasses.replace(with_values(plan, chosen.values), sources={**plan.sources, **sources})

@@ -1,0 +1,363 @@
+"""Every pair of ranks: how long a small message takes, how many bytes a second a large one moves, and what arrives."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from shardwise.dist import world as open_world
+from shardwise.dist.world import running_group
+from shardwise.errors import InputError
+from shardwise.hardware.probe import available_memory
+from shardwise.measurement.p2p.verdict import find_slow
+from shardwise.measurement.p2p.ways import WAYS
+from shardwise.measurement.report.findings import rank_device
+from shardwise.measurement.timing import Timing, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from shardwise.dist import World
+    from shardwise.measurement.p2p.ways import Way
+
+WINDOW = 4
+"""Large messages sent before the target answers: enough that several are under way where the manner allows it."""
+_LEAST_BLOCK_S = 2e-5
+"""Turns are timed in blocks of at least this long; a clock costs a hundredth of it. Short blocks, because on a busy
+machine only a short one goes undisturbed."""
+_MOST_TURNS = 100
+_LEAST_BLOCKS, _MOST_BLOCKS = 3, 500
+_MORE_LOOKS = 2
+"""How often pairs that look slow are measured again at most; once is enough when they all still do."""
+_MOST_S, _LEAST_S = 0.1, 0.002
+"""Bounds of the time that one measurement of one pair gets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairSettings:
+    """What to measure between all pairs of ranks."""
+
+    ways: tuple[str, ...] = tuple(WAYS)
+    small_bytes: int = 8
+    """Of the message whose time is the latency."""
+    large_bytes: int | None = None
+    """Of each of the messages whose rate is the bandwidth; None: 1 MiB between CPUs, 16 MiB between GPUs."""
+    together: bool = False
+    """Whether pairs that share no rank are measured at the same time, which shows what they take from each other."""
+    budget_s: float = 20.0
+    """About how long the whole may take; never fewer than three repeats each."""
+    device: str | None = None
+    backend: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlace:
+    """Where a rank is."""
+
+    host: str
+    node: int
+    device: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairTiming:
+    """What one rank found when it sent to another."""
+
+    way: str
+    source: int
+    target: int
+    latency: Timing
+    """Of half a round trip that the source began."""
+    transfer: Timing
+    """Of a window of large messages one way, and one byte back."""
+    bytes_per_s: float
+    """Of the best transfer: what disturbs a link only ever adds time."""
+    wrong: int = 0
+    """Bytes that arrived other than they were sent, of those looked at."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """All ordered pairs of a world's ranks, each measured in every way."""
+
+    places: tuple[RankPlace, ...]
+    """By rank."""
+    backend: str
+    spec: PairSettings
+    timings: tuple[PairTiming, ...]
+
+    @property
+    def latencies(self) -> dict[tuple[int, int], float]:
+        """(source, target) -> seconds of a small message in the way that was best: what the link can do."""
+        return {pair: min(cell.latency.min_s for cell in cells) for pair, cells in self._links().items()}
+
+    @property
+    def rates(self) -> dict[tuple[int, int], float]:
+        """(source, target) -> bytes a second of large messages in the way that was best."""
+        return {pair: max(cell.bytes_per_s for cell in cells) for pair, cells in self._links().items()}
+
+    def _links(self) -> dict[tuple[int, int], list[PairTiming]]:
+        links: dict[tuple[int, int], list[PairTiming]] = {}
+        for cell in self.timings:
+            links.setdefault((cell.source, cell.target), []).append(cell)
+        return links
+
+
+def measure_pairs(spec: PairSettings) -> Pairs:
+    """Communicate over a world of its own, called on every rank, and return the same on all of them."""
+    with open_world(device=rank_device(spec.device, spec.backend), backend=spec.backend) as world:
+        return measure_world(world, spec)
+
+
+def measure_world(world: World, spec: PairSettings) -> Pairs:
+    """Communicate over the world, called on every rank: measure all pairs, then again those that looked slow.
+
+    A slow link stays slow; a pair that was disturbed by something else does not, and its better look counts.
+    """
+    if world.size < 2:
+        raise InputError(
+            f"one rank for p2p: {world.backend} has nobody to send to",
+            code="bench.too-few-ranks",
+            fix="use --nproc 2, or start two ranks",
+        )
+    if spec.large_bytes is None:
+        spec = replace(spec, large_bytes=(16 if world.device.type == "cuda" else 1) << 20)
+    bench = _PairBench.of(world, spec)
+    places = tuple(world.gather(RankPlace(host=world.host, node=world.node, device=str(world.device))))
+    rounds = tournament(world.size) if spec.together else [[pair] for pair in every_pair(world.size)]
+    pairs = Pairs(places=places, backend=world.backend, spec=spec, timings=_measure(bench, rounds, spec.ways))
+    suspects: set[tuple[int, int]] = set()
+    for _ in range(_MORE_LOOKS):
+        before, suspects = suspects, {pair for link in find_slow(pairs) for pair in link.pairs}
+        if suspects in (before, set()):
+            break
+        again = _measure(bench, [games for games in rounds if suspects & set(games)], spec.ways)
+        pairs = replace(pairs, timings=tuple(_better(pairs.timings, again)))
+    return pairs
+
+
+def every_pair(size: int) -> list[tuple[int, int]]:
+    """Return all ordered pairs of ranks."""
+    return list(itertools.permutations(range(size), 2))
+
+
+def tournament(size: int) -> list[list[tuple[int, int]]]:
+    """Return rounds of ordered pairs in which no rank is twice; over all rounds every ordered pair is there once."""
+    seats: list[int | None] = [*range(size), *([None] if size % 2 else [])]
+    rounds = []
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        facing = zip(seats[:half], reversed(seats[half:]), strict=True)
+        games = [(one, other) for one, other in facing if one is not None and other is not None]
+        rounds += [games, [(other, one) for one, other in games]]
+        seats = [seats[0], seats[-1], *seats[1:-1]]  # all but the first move on by one seat
+    return rounds
+
+
+def _better(first: tuple[PairTiming, ...], again: tuple[PairTiming, ...]) -> list[PairTiming]:
+    """Return all of `first`, with the better numbers of the second look and every wrong byte of both."""
+    second = {(cell.way, cell.source, cell.target): cell for cell in again}
+    found = []
+    for cell in first:
+        other = second.get((cell.way, cell.source, cell.target), cell)
+        faster = max(cell, other, key=lambda it: it.bytes_per_s)
+        found.append(
+            replace(
+                cell,
+                latency=min(cell.latency, other.latency, key=lambda it: it.min_s),
+                transfer=faster.transfer,
+                bytes_per_s=faster.bytes_per_s,
+                wrong=max(cell.wrong, other.wrong),
+            )
+        )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PairBench:
+    """What a rank measures with: its tensors stay the same for all pairs."""
+
+    world: World
+    group: dist.ProcessGroup
+    budget_s: float
+    """Of one measurement of one pair."""
+    small: Tensor
+    """What goes out and what comes in, one message each."""
+    large: Tensor
+    """What goes out and what comes in, a row for each message of the window."""
+
+    @classmethod
+    def of(cls, world: World, spec: PairSettings) -> _PairBench:
+        """Communicate over the world, called on every rank: check memory and allocate the messages."""
+        large_bytes = spec.large_bytes or 1
+        _check_memory(world, large_bytes)
+        rounds = world.size * (world.size - 1) / (world.size // 2 if spec.together else 1)
+        share = spec.budget_s / (2 * rounds * len(spec.ways))
+        large = torch.empty(2, WINDOW, large_bytes, dtype=torch.uint8, device=world.device)
+        large[0] = pattern(world.rank, large[0].numel(), world.device).view_as(large[0])
+        small = torch.empty(2, spec.small_bytes, dtype=torch.uint8, device=world.device)
+        small[0] = pattern(world.rank, spec.small_bytes, world.device)
+        return cls(
+            world=world,
+            group=running_group(),
+            budget_s=max(_LEAST_S, min(_MOST_S, share)),
+            small=small,
+            large=large,
+        )
+
+    def send_numbers(self, peer: int, *numbers: int) -> None:
+        """Communicate two numbers to a peer, beside what is measured."""
+        dist.send(torch.tensor([*numbers, 0, 0][:2]), peer, group=self.world.host_group)
+
+    def receive_numbers(self, peer: int) -> tuple[int, int]:
+        """Communicate: wait for two numbers of a peer."""
+        heard = torch.zeros(2, dtype=torch.int64)
+        dist.recv(heard, peer, group=self.world.host_group)
+        return int(heard[0]), int(heard[1])
+
+
+def pattern(rank: int, numel: int, device: torch.device) -> Tensor:
+    """Return the bytes that a rank sends: no two ranks the same, no two neighbouring messages the same."""
+    period = torch.arange(251, dtype=torch.uint8, device=device) + rank % 251  # a prime, so that rows begin anew
+    return period.repeat(numel // 251 + 1)[:numel]
+
+
+def _check_memory(world: World, large_bytes: int) -> None:
+    """Communicate over the world, called on every rank: refuse on all what does not fit on one."""
+    on_gpu = world.device.type == "cuda"
+    free = torch.cuda.mem_get_info(world.device)[0] if on_gpu else available_memory()
+    free = min(world.gather(free // world.local_size))  # as if all of a node's ranks shared one memory
+    # What goes out, what comes in, and twice that while the two are compared.
+    needed = 4 * WINDOW * large_bytes
+    if free < needed:
+        raise InputError(
+            f"{WINDOW} messages of {large_bytes:,} bytes take {needed:,} bytes of memory on each rank,"
+            f" and {max(0, free):,} are free",
+            code="bench.not-enough-memory",
+            fix=f"use --size {max(1, (free // (8 * WINDOW)) >> 20)}MiB",
+        )
+
+
+def _measure(bench: _PairBench, rounds: list[list[tuple[int, int]]], ways: tuple[str, ...]) -> tuple[PairTiming, ...]:
+    """Communicate over the world, called on every rank: play the rounds in every way; the same result everywhere."""
+    sent: list[PairTiming] = []
+    wrong: dict[tuple[str, int, int], int] = {}
+    me = bench.world.rank
+    for name in ways:
+        way = WAYS[name].on(bench.world)
+        for pairs in rounds:
+            dist.barrier(group=bench.world.host_group)
+            for source, target in pairs:
+                if me == source:
+                    sent.append(_lead(bench, way, name, target))
+                elif me == target:
+                    wrong[name, source, target] = _follow(bench, way, source)
+    found = bench.world.gather((sent, wrong))
+    arrived = {key: count for _, counts in found for key, count in counts.items()}
+    cells = [cell for cells, _ in found for cell in cells]
+    return tuple(
+        replace(cell, wrong=cell.wrong + arrived[cell.way, cell.source, cell.target])
+        for cell in sorted(cells, key=lambda it: (ways.index(it.way), it.source, it.target))
+    )
+
+
+def _lead(bench: _PairBench, way: Way, name: str, target: int) -> PairTiming:
+    """Communicate with the target as the source of a pair: echo of a small message, then windows of large ones."""
+    out, back = ([message] for message in bench.small)
+    window, answer = list(bench.large[0]), [torch.zeros_like(out[0][:1])]
+
+    def ping() -> None:
+        way.push(out, target, bench.group)
+        way.pull(back, target, bench.group)
+
+    def pour() -> None:
+        way.push(window, target, bench.group)
+        way.pull(answer, target, bench.group)
+
+    echo = _time_turns(bench, ping, target, clear=back[0])
+    wrong = _differing(back[0], bench.world.rank)
+    transfer = _time_turns(bench, pour, target, clear=answer[0])
+    return PairTiming(
+        way=name,
+        source=bench.world.rank,
+        target=target,
+        latency=Timing.of([seconds / 2 for seconds in echo]),
+        transfer=Timing.of(transfer),
+        bytes_per_s=bench.large[0].numel() / min(transfer),
+        wrong=wrong,
+    )
+
+
+def _follow(bench: _PairBench, way: Way, source: int) -> int:
+    """Communicate with the source as the target of a pair, and return how many bytes of its messages were wrong."""
+    echo, landed = [bench.small[1]], list(bench.large[1])
+    answer = [landed[-1][-1:]]  # of what arrived, so that nothing can answer before it is there
+
+    def ping() -> None:
+        way.pull(echo, source, bench.group)
+        way.push(echo, source, bench.group)
+
+    def pour() -> None:
+        way.pull(landed, source, bench.group)
+        way.push(answer, source, bench.group)
+
+    _take_turns(bench, ping, source, clear=echo[0])
+    _take_turns(bench, pour, source, clear=bench.large[1])
+    return _differing(bench.large[1], source)
+
+
+def _time_turns(bench: _PairBench, turn: Callable[[], None], target: int, *, clear: Tensor) -> list[float]:
+    """Communicate with the target: lead it through blocks of turns, and return the seconds of one turn in each.
+
+    What is received is cleared before the last block, so that a look at it sees what that block brought.
+    """
+    turn()
+    once_s = max(_seconds(bench, turn, 1), 1e-7)
+    inner = max(1, min(_MOST_TURNS, round(_LEAST_BLOCK_S / once_s)))
+    blocks: list[float] = []
+    began, is_last = time.perf_counter(), False
+    while not is_last:
+        spent_s = time.perf_counter() - began
+        is_last = len(blocks) >= _LEAST_BLOCKS - 1 and (spent_s > bench.budget_s or len(blocks) == _MOST_BLOCKS - 1)
+        bench.send_numbers(target, inner, is_last)
+        if is_last:
+            clear.zero_()
+        bench.receive_numbers(target)
+        blocks.append(_seconds(bench, turn, inner) / inner)
+    return blocks
+
+
+def _take_turns(bench: _PairBench, turn: Callable[[], None], source: int, *, clear: Tensor) -> None:
+    """Communicate with the source: answer as many turns as it announces."""
+    turn()
+    turn()
+    is_last = 0
+    while not is_last:
+        inner, is_last = bench.receive_numbers(source)
+        if is_last:
+            clear.zero_()
+        wait_for(bench.world.device)
+        bench.send_numbers(source)
+        for _ in range(inner):
+            turn()
+    wait_for(bench.world.device)
+
+
+def _seconds(bench: _PairBench, turn: Callable[[], None], times: int) -> float:
+    wait_for(bench.world.device)
+    began = time.perf_counter()
+    for _ in range(times):
+        turn()
+    wait_for(bench.world.device)
+    return time.perf_counter() - began
+
+
+def _differing(messages: Tensor, rank: int) -> int:
+    return int((messages.flatten() != pattern(rank, messages.numel(), messages.device)).sum())

@@ -1,0 +1,336 @@
+"""What the events of a run add up to: a history of lines, the state of the training, and its curves."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardwise.runs.console import counted
+from shardwise.runs.status import CheckpointStatus, Entry, RestartMark
+from shardwise.units import format_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+_SHARED = frozenset({"note", "verdict", "finish"})
+TOGETHER_S = 60.0
+MOST = 500
+"""Entries that are kept; older ones are in the events files."""
+
+
+class History:
+    """The newest entries of a run, numbered in the order they were found."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._entries: deque[Entry] = deque(maxlen=MOST)
+        self._shared: deque[tuple[str, float]] = deque(maxlen=MOST)
+
+    def add(self, event: dict[str, Any], rank: int | None = None) -> None:
+        """Add an event if it is worth a line; a text that several ranks or launchers report together is added once."""
+        describe = _DESCRIBE.get(event["kind"])
+        try:
+            line = describe(event) if describe is not None else None
+            at = float(event["at"])
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return  # written by another version
+        if line is None:
+            return
+        text, mood = line
+        if event["kind"] in _SHARED:
+            if any(known == text and abs(at - then) < TOGETHER_S for known, then in self._shared):
+                return
+            self._shared.append((text, at))
+        self.count += 1
+        entry = Entry(number=self.count, at=at, kind=event["kind"], text=text, mood=mood, rank=rank)
+        self._entries.append(entry)
+
+    def since(self, number: int) -> list[Entry]:
+        """Return the entries after this number, oldest first."""
+        return [entry for entry in self._entries if entry.number > number]
+
+
+Line = tuple[str, str] | None
+"""Text and mood of an event; None for one that is not worth a line."""
+
+
+def _start(event: dict[str, Any]) -> Line:
+    ranks = event.get("ranks")
+    if not isinstance(ranks, list):
+        return "training starts", "plain"
+    return f"training starts on {counted(len(ranks), 'rank')}", "plain"
+
+
+def _evaluation(event: dict[str, Any]) -> Line:
+    values = event.get("values") or {}
+    shown = " · ".join(f"{name} {_number(value)}" for name, value in values.items())
+    return f"evaluated at step {_whole(event.get('step'))}: {shown}", "plain"
+
+
+def _note(event: dict[str, Any]) -> Line:
+    return str(event.get("text", "")), "warn"
+
+
+def _save(event: dict[str, Any]) -> Line:
+    return (
+        f"checkpoint at step {_whole(event.get('step'))}, training waited {format_duration(event.get('stall_s'))}",
+        "plain",
+    )
+
+
+def _end(event: dict[str, Any]) -> Line:
+    return f"training ends after {_whole(event.get('steps'))} steps, loss {_number(event.get('loss'))}", "good"
+
+
+def _attempt(event: dict[str, Any]) -> Line:
+    node = f"node {event.get('node')}, " if event.get("nodes", 1) > 1 else ""
+    where = f" on {node}{event['host']}" if event.get("host") else ""
+    again = f", restart {event['number']}" if event.get("number") else ""
+    return f"{counted(event.get('nproc', 0), 'process', 'es')} started{where}{again}", "plain"
+
+
+def _exit(event: dict[str, Any]) -> Line:
+    if event.get("code") == 0 or event.get("stopped"):
+        return None
+    return f"rank {event.get('rank')} ended: {event.get('words')}", "bad"
+
+
+def _restart(event: dict[str, Any]) -> Line:
+    cause = f": {event['cause']}" if event.get("cause") else ""
+    return f"restart {event.get('number')} of {event.get('most')}{cause}", "warn"
+
+
+def _verdict(event: dict[str, Any]) -> Line:
+    return str(event.get("text", "")), "bad"
+
+
+def _finish(event: dict[str, Any]) -> Line:
+    mood = {"finished": "good", "failed": "bad"}.get(str(event.get("state")), "warn")
+    return f"the run {'was ' if event.get('state') == 'stopped' else 'has '}{event.get('state')}", mood
+
+
+_DESCRIBE: dict[str, Callable[[dict[str, Any]], Line]] = {
+    "start": _start,
+    "evaluation": _evaluation,
+    "note": _note,
+    "save": _save,
+    "end": _end,
+    "attempt": _attempt,
+    "exit": _exit,
+    "restart": _restart,
+    "verdict": _verdict,
+    "finish": _finish,
+}
+
+
+def _whole(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else "?"
+
+
+def _number(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else "nan"
+
+
+# The training of a run from the events of rank 0: step, saves, restarts, and curves of bounded size.
+
+
+MOST_SAVES = 50
+CURVES = ("loss", "evaluation", "throughput", "memory", "gradient")
+
+
+class TrainingState:
+    """The training by the events of rank 0; steps that a restart repeats replace those of before."""
+
+    def __init__(self) -> None:
+        self.curves = {name: Curve() for name in CURVES}
+        self.step = 0
+        """Steps that are done."""
+        self.num_steps: int | None = None
+        self.parameters: int | None = None
+        self.facts: dict[str, str] = {}
+        self.placed: dict[int, dict[str, Any]] = {}
+        """Host, device and pid, by rank."""
+        self.epoch: int | None = None
+        self.loss: float | None = None
+        self.lr: float | None = None
+        self.samples_per_s: float | None = None
+        self.seconds_per_step: float | None = None
+        self.evaluation: dict[str, float | None] = {}
+        self.saves: dict[int, CheckpointStatus] = {}
+        self.restarts: list[RestartMark] = []
+        self.start: Mapping[str, Any] = {}
+        """The last `start` event: ranks, parameters, steps; empty before the first."""
+        self.has_ended = False
+        self._restarted_at: float | None = None
+
+    def fold(self, event: Mapping[str, Any]) -> None:
+        """Take one event of rank 0; one of an unknown kind is skipped, and so is a malformed one."""
+        folding = getattr(self, f"_fold_{event['kind']}", None)
+        if folding is not None:
+            try:
+                folding(event)
+            except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+                return  # written by another version: the fields that were readable stay
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds to the last step at the pace of the last ones; evaluations and saves come on top."""
+        if self.num_steps is None or self.seconds_per_step is None or self.has_ended:
+            return None
+        return max(0, self.num_steps - self.step) * self.seconds_per_step
+
+    def _fold_start(self, event: Mapping[str, Any]) -> None:
+        if self.start:
+            self._restarted_at = float(event["at"])
+        self.start, self.has_ended = event, False
+        self.num_steps = int(event["num_steps"])
+        self.parameters = int(event["parameters"])
+        self.facts = {name: value for name, value, _ in event["facts"]}
+        self.placed = {int(place["rank"]): place for place in event["ranks"]}
+
+    def _fold_steps(self, event: Mapping[str, Any]) -> None:
+        first, losses = int(event["first"]), event["losses"]
+        last = first + len(losses) - 1
+        if first < self.step or self._restarted_at is not None:
+            self._rewind(first)
+        for step, loss in enumerate(losses, first):
+            self.curves["loss"].add(step, math.nan if loss is None else loss)
+        for name, value in (("memory", event.get("memory_bytes")), ("gradient", event.get("grad_norm"))):
+            if value is not None:
+                self.curves[name].add(last, float(value))
+        self.step, self.loss = last + 1, losses[-1]
+        self.epoch, self.lr = event["epoch"], event["lr"]
+        seconds = max(float(event["seconds"]), 1e-9)
+        self.curves["throughput"].add(last, event["samples"] / seconds)
+        self._smooth(event["samples"] / seconds, seconds / len(losses), seconds)
+
+    def _smooth(self, samples_per_s: float, seconds_per_step: float, seconds: float) -> None:
+        """Weigh windows by their time: short ones are noisy."""
+        weight = min(1.0, 0.5 * seconds)
+        if self.samples_per_s is None or self.seconds_per_step is None:
+            self.samples_per_s, self.seconds_per_step = samples_per_s, seconds_per_step
+            return
+        self.samples_per_s += weight * (samples_per_s - self.samples_per_s)
+        self.seconds_per_step += weight * (seconds_per_step - self.seconds_per_step)
+
+    def _rewind(self, first: int) -> None:
+        """Drop the steps from `first` on, which are repeated."""
+        for curve in self.curves.values():
+            curve.truncate(first)
+        self.saves = {step: save for step, save in self.saves.items() if step <= first}
+        if self._restarted_at is not None:
+            self.restarts.append(RestartMark(step=first, at=self._restarted_at))
+            self._restarted_at = None
+
+    def _fold_evaluation(self, event: Mapping[str, Any]) -> None:
+        self.evaluation = dict(event["values"])
+        value = self.evaluation.get("loss")
+        if value is not None:
+            self.curves["evaluation"].add(int(event["step"]) - 1, value)
+
+    def _fold_save(self, event: Mapping[str, Any]) -> None:
+        step = int(event["step"])
+        self.saves[step] = CheckpointStatus(step=step, at=float(event["at"]))
+        if len(self.saves) > MOST_SAVES:
+            del self.saves[next(iter(self.saves))]
+
+    def _fold_end(self, _event: Mapping[str, Any]) -> None:
+        self.has_ended = True
+
+
+# Curves of any length in little memory: the lowest, the highest and the mean of equal ranges of steps.
+
+
+LIMIT = 2048
+"""Ranges that a curve may have: about as many as a screen has columns. Twice as wide ones follow when it is full."""
+RECENT = 1 << 16
+"""Values that are kept as they are, so that a restart can take steps back exactly."""
+
+Row = tuple[int, float | None, float | None, float | None]
+"""First step of a range, and the lowest, the highest and the mean value in it; None where no number is."""
+
+
+@dataclass(slots=True)
+class _Range:
+    number: int
+    low: float = math.inf
+    high: float = -math.inf
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, low: float, high: float, total: float, count: int) -> None:
+        self.low, self.high = min(self.low, low), max(self.high, high)
+        self.total, self.count = self.total + total, self.count + count
+
+
+class Curve:
+    """Values over steps, which only grow except by `truncate`; a spike of one step stays visible in a wide range.
+
+    Whoever follows it keeps `generation` and the number of rows: while the generation is the same, rows only follow
+    rows, and only the last of them may have changed.
+    """
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self.generation = 0
+        self.width = 1
+        """Steps in a range."""
+        self._limit = limit
+        self._ranges: list[_Range] = []
+        self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
+
+    def __len__(self) -> int:
+        return len(self._ranges)
+
+    def add(self, step: int, value: float) -> None:
+        """Take the value of a step, which is not lower than the last; NaN leaves a gap."""
+        self._recent.append((step, value))
+        self._put(step // self.width, value)
+        while len(self._ranges) > self._limit:
+            self._widen()
+
+    def truncate(self, step: int) -> None:
+        """Drop this step and all after it: they are repeated."""
+        if not self._ranges or step >= (self._ranges[-1].number + 1) * self.width:
+            return
+        self.generation += 1
+        while self._recent and self._recent[-1][0] >= step:
+            self._recent.pop()
+        last = step // self.width
+        while self._ranges and self._ranges[-1].number > last:
+            self._ranges.pop()
+        if self._ranges and self._ranges[-1].number == last:
+            known = [value for at, value in self._recent if at // self.width == last]
+            if known or step % self.width == 0:  # else its values are long gone, and the range stays as it was
+                self._ranges.pop()
+            for value in known:
+                self._put(last, value)
+
+    def rows(self, start: int = 0) -> list[Row]:
+        """Return the ranges from number `start` on, in order of steps."""
+        return [_row(found, self.width) for found in self._ranges[start:]]
+
+    def _put(self, number: int, value: float) -> None:
+        if not self._ranges or self._ranges[-1].number != number:
+            self._ranges.append(_Range(number))
+        if math.isfinite(value):
+            self._ranges[-1].add(value, value, value, 1)
+
+    def _widen(self) -> None:
+        """Make ranges of two: half as many, or not fewer where steps lie far apart."""
+        self.generation += 1
+        self.width *= 2
+        narrow, self._ranges = self._ranges, []
+        for old in narrow:
+            if not self._ranges or self._ranges[-1].number != old.number // 2:
+                self._ranges.append(_Range(old.number // 2))
+            self._ranges[-1].add(old.low, old.high, old.total, old.count)
+
+
+def _row(found: _Range, width: int) -> Row:
+    if not found.count:
+        return (found.number * width, None, None, None)
+    low, high, mean = (float(f"{value:.6g}") for value in (found.low, found.high, found.total / found.count))
+    return (found.number * width, low, high, mean)

@@ -1,0 +1,362 @@
+"""`RunState`: the one incremental reader of a run directory, behind the progress bar, `watch`, sinks and `doctor`.
+
+Each rank and each launcher appends events to a file of its own. A refresh reads the next piece of every file and folds
+its events into the state: it costs what was appended since the last refresh, and others may use the state between two
+pieces of a long run. Invariant: the state is a function of the files alone, however they were split into pieces. A file
+that was replaced or truncated means that the run started anew in the same directory: the state starts anew too, and
+`identity` changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import socket
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shardwise.errors import InputError
+from shardwise.runs.events import Tail
+from shardwise.runs.failure import read_failure
+from shardwise.runs.history import History, TrainingState
+from shardwise.runs.status import CheckpointTable, RankEnd, RankTable, RunStatus, read_predicted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from shardwise.runs.directory import RunDirectory
+
+    Listener = Callable[[str, dict[str, Any]], None]
+    """Gets the writer of an event, such as "rank0" or "launcher", and the event."""
+
+
+PIECE = 1 << 20
+"""Bytes of each file that one refresh reads at most: between two pieces others may use the state."""
+LAST = 1 << 16
+"""Bytes at the end of an events file that show where its rank is now; only rank 0's is read whole."""
+SILENT_S = 60.0
+"""Without a launcher, a run that has written nothing for so long is "silent"."""
+GONE_S = 2.0
+"""A launcher that is gone may have written its last events just now."""
+_RANK = re.compile(r"rank(\d+)\b")
+
+
+def check_run(path: Path) -> None:
+    """Refuse a path that is not a run directory."""
+    try:
+        _check(path)
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read ({error.strerror})", code="run.read-failed", fix="name a run directory of yours"
+        ) from None
+
+
+def _check(path: Path) -> None:
+    if not path.is_dir():
+        fact = f"{path} is a file, not a run directory" if path.exists() else f"run directory {path} does not exist"
+        raise InputError(
+            fact,
+            code="run.not-a-run" if path.exists() else "run.not-found",
+            fix="name a folder that train or launch wrote, such as runs/NAME-TIME",
+        )
+    if not _is_run(path):
+        inside = [folder for folder in path.iterdir() if folder.is_dir() and _is_run(folder)]
+        newest = max(inside, key=lambda folder: folder.stat().st_mtime, default=None)
+        fix = f"the newest run in it is {newest}" if newest else "name a folder that train or launch wrote"
+        raise InputError(f"{path} is not a run directory: it has no events and no logs", code="run.not-a-run", fix=fix)
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "events").is_dir() and (path / "logs").is_dir()
+
+
+class RunState:
+    """The state of one run; `refresh` reads what is new, everything else uses what was read."""
+
+    def __init__(self, run: RunDirectory, *, listener: Listener | None = None, all_ranks: bool = False) -> None:
+        """`listener` gets every event that is read; `all_ranks`: the files of all ranks are read from their start."""
+        self.run = run
+        self.identity = ""
+        """Changes when what was read before no longer holds, so that whoever follows the state starts again."""
+        self._listener = listener
+        self._all_ranks = all_ranks
+        self._start()
+
+    def _start(self) -> None:
+        self.identity = secrets.token_hex(4)
+        self.training = TrainingState()
+        self.history = History()
+        self.ranks = RankTable(self.run)
+        self._files: dict[str, Tail] = {}
+        self._launchers: dict[str, LauncherState] = {}
+        self._failures: dict[int, tuple[float, RankEnd]] = {}
+        self._checkpoints = CheckpointTable(self.run)
+        self._newest = 0.0
+        self._began_at: float | None = None
+        self._has_read_all = False
+
+    def refresh(self) -> bool:
+        """Read the next piece of every file that grew; return whether there is more to read at once."""
+        is_behind = self.refresh_events()
+        if not is_behind:
+            self._has_read_all = True
+            self.ranks.refresh(self._known_ranks())
+            self._find_failures()
+        return is_behind
+
+    def refresh_events(self) -> bool:
+        """Read events alone, neither the marks of ranks nor their failures; return whether there is more to read."""
+        self._find_files()
+        is_behind = False
+        for writer, file in self._files.items():
+            events = file.events()
+            if file.was_replaced:
+                self._start()
+                return True
+            for event in events:
+                self._fold(writer, event)
+            is_behind = is_behind or file.behind > 0
+        return is_behind
+
+    def refresh_all(self) -> None:
+        """Read all there is."""
+        while self.refresh():
+            pass
+
+    @property
+    def launchers(self) -> list[LauncherState]:
+        """The launchers that started ranks, that of node 0 first, however late its file was found."""
+        return [self._launchers[writer] for writer in sorted(self._launchers, key=lambda name: (len(name), name))]
+
+    def _find_files(self) -> None:
+        for path in sorted(self.run.events(0).parent.glob("*.jsonl")):
+            if path.stem in self._files:
+                continue
+            rank = _RANK.fullmatch(path.stem)
+            if rank is None:
+                self._launchers[path.stem] = LauncherState()
+            last = None if rank is None or path.stem == "rank0" or self._all_ranks else LAST
+            self._files[path.stem] = Tail(path, last=last, piece=PIECE)
+
+    def _fold(self, writer: str, event: dict[str, Any]) -> None:
+        """Fold one event into the state; of ranks other than 0, steps and notes alone count."""
+        rank = _RANK.fullmatch(writer)
+        number = int(rank[1]) if rank is not None else None
+        if number is not None:
+            self.ranks.take(event, number)
+        if number:
+            if event["kind"] == "note":
+                self.history.add(event, number)
+        else:
+            self._take_time(event)
+            fold = self.training.fold if number == 0 else self._launchers[writer].fold
+            fold(event)
+            self.history.add(event)
+        if self._listener is not None:
+            self._listener(writer, event)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended, well or badly."""
+        return self._state(time.time()) in {"finished", "failed", "stopped", "lost"}
+
+    def status(self) -> RunStatus:
+        """Return the state of the run as the last refresh found it."""
+        clock = time.time()
+        state = self._state(clock)
+        now = clock if state == "running" else max(self._newest, self.ranks.newest)
+        training, predicted = self.training, read_predicted(self.run)
+        memory = self.ranks.highest_memory()
+        first = next(iter(self.launchers), None)
+        failed = min(self._failures.values(), default=None, key=lambda found: found[0])
+        rank_state = {"running": "running", "finished": "done"}.get(state, "gone")
+        return RunStatus(
+            name=self.run.path.resolve().name,
+            path=str(self.run.path),
+            job=_job_name(self.run) or (first.target if first is not None else ""),
+            plan=training.facts.get("plan", ""),
+            state=state,
+            verdict=(first.verdict if first is not None else "") or (failed[1].words if failed else ""),
+            now=now,
+            began_at=self._began_at,
+            step=training.step,
+            num_steps=training.num_steps,
+            epoch=training.epoch,
+            loss=training.loss,
+            samples_per_s=training.samples_per_s,
+            lr=training.lr,
+            eta_s=training.eta_s if state == "running" else None,
+            memory_bytes=memory[1] if memory else None,
+            memory_rank=memory[0] if memory else None,
+            is_resident=any(str(place.get("device", "")).startswith("cpu") for place in training.placed.values()),
+            predicted_bytes=predicted.peak_bytes,
+            prediction=predicted.why_not,
+            parameters=training.parameters,
+            restarts=max((launcher.restarts for launcher in self.launchers), default=len(training.restarts)),
+            restart_marks=tuple(training.restarts[-100:]),
+            evaluation=training.evaluation,
+            checkpoints=tuple(self._checkpoints.statuses(training.saves.values())),
+            ranks=tuple(
+                self.ranks.status(rank, self._facts(rank), self._end(rank), now=now, state=rank_state)
+                for rank in self._known_ranks()
+            ),
+            reading=self._share_read(),
+        )
+
+    def _state(self, now: float) -> str:
+        launchers = self.launchers
+        newest = max(self._newest, self.ranks.newest)
+        if launchers:
+            if launchers[0].finished:
+                return launchers[0].finished
+            is_lost = now - newest > GONE_S and all(launcher.is_gone or launcher.finished for launcher in launchers)
+            return "lost" if is_lost else "running"
+        if self.training.has_ended:
+            return "finished"
+        if self._failures:
+            return "failed"
+        return "running" if now - newest < SILENT_S else "silent"
+
+    def _share_read(self) -> float:
+        """Return the share of rank 0's events that is folded in; 1.0 only when every file was read to its end."""
+        if self._has_read_all:
+            return 1.0
+        file = self._files.get("rank0")
+        return 0.99 if file is None else 0.99 - file.behind / max(1, file.size)
+
+    def _take_time(self, event: dict[str, Any]) -> None:
+        at = event.get("at")
+        if isinstance(at, int | float):
+            self._newest = max(self._newest, at)
+            self._began_at = at if self._began_at is None else min(at, self._began_at)
+
+    def _known_ranks(self) -> list[int]:
+        launchers = self.launchers
+        started: set[int] = set()
+        for launcher in launchers:
+            started.update(launcher.pids)
+        if started:
+            world_size = launchers[0].world_size or max(launcher.world_size for launcher in launchers)
+            return sorted(rank for rank in started if rank < world_size)
+        return sorted(self.training.placed or ranks_with_files(self.run, ("events", "logs")))
+
+    def _facts(self, rank: int) -> dict[str, Any]:
+        """Return host, device and pid of a rank, from its launcher and from rank 0's start event."""
+        known: dict[str, Any] = {}
+        for launcher in reversed(self.launchers):
+            if rank in launcher.pids:
+                known = {"host": launcher.host, "pid": launcher.pids[rank]}
+        return known | self.training.placed.get(rank, {})
+
+    def _end(self, rank: int) -> RankEnd | None:
+        for launcher in self.launchers:
+            if rank in launcher.ends:
+                return launcher.ends[rank]
+        return self._failures[rank][1] if rank in self._failures else None
+
+    def _find_failures(self) -> None:
+        """Read the failures that ranks wrote, where no launcher reports their end."""
+        if self._launchers:
+            return
+        for path in sorted(self.run.error(0).parent.glob("rank*.json")):
+            with contextlib.suppress(ValueError, OSError):
+                rank = int(path.stem.removeprefix("rank"))
+                failure = read_failure(path) if rank not in self._failures else None
+                if failure is not None:
+                    words = f"{failure.kind}: {(failure.message.splitlines() or [''])[0]}"
+                    self._failures[rank] = (failure.at, RankEnd("failed", words))
+                    self.history.add({"kind": "exit", "at": failure.at, "rank": rank, "code": 1, "words": words})
+
+
+def _job_name(run: RunDirectory) -> str:
+    """Return the file of the job, with the attribute where it is not `job`; empty for a plain script."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        job = msgspec.json.decode(run.job.read_bytes())
+        name = str(job.get("path", "")).rpartition("/")[2]
+        return name if job.get("attribute", "job") == "job" else f"{name}:{job['attribute']}"
+    return ""
+
+
+def ranks_with_files(run: RunDirectory, folders: tuple[str, ...]) -> set[int]:
+    """Return the ranks that have a file in any of these folders of the run directory."""
+    found = set()
+    for folder in folders:
+        for path in (run.path / folder).glob("rank*"):
+            if number := _RANK.match(path.name):
+                found.add(int(number[1]))
+    return found
+
+
+# One launcher, folded from its events: which ranks it started, how those ended, and the verdict.
+
+
+@dataclass
+class LauncherState:
+    """The last attempt of one node's launcher."""
+
+    attempts: int = 0
+    """How many times its ranks were started."""
+    has_events: bool = False
+    """Whether its file holds anything yet."""
+    node: int = 0
+    nodes: int = 1
+    host: str = ""
+    pid: int | None = None
+    target: str = ""
+    world_size: int = 0
+    pids: dict[int, int] = field(default_factory=dict)
+    ends: dict[int, RankEnd] = field(default_factory=dict)
+    verdict: str = ""
+    finished: str = ""
+    """"finished", "failed" or "stopped"; empty while it runs."""
+
+    def fold(self, event: Mapping[str, Any]) -> None:
+        """Take one event; a malformed one is skipped."""
+        self.has_events = True
+        try:
+            self._fold(event)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return  # written by another version
+
+    def _fold(self, event: Mapping[str, Any]) -> None:
+        match event["kind"]:
+            case "attempt":
+                self.attempts += 1
+                self.pids = {int(rank): int(pid) for rank, pid in event["ranks"].items()}
+                self.world_size = int(event.get("world_size", len(self.pids)))
+                self.host, self.target = str(event.get("host", "")), str(event.get("target", ""))
+                self.pid = event.get("launcher")
+                self.node, self.nodes = int(event.get("node", 0)), int(event.get("nodes", 1))
+                self.ends, self.verdict, self.finished = {}, "", ""
+            case "exit":
+                self.ends[int(event["rank"])] = _rank_end(event)
+            case "verdict":
+                self.verdict = str(event["text"])
+            case "finish":
+                self.finished = str(event["state"])
+
+    @property
+    def restarts(self) -> int:
+        """How many attempts came after the first."""
+        return max(0, self.attempts - 1)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its process is known to be gone: only a launcher on this machine can be asked."""
+        if self.pid is None or self.host != socket.gethostname() or not Path("/proc/self").exists():
+            return False
+        return not Path(f"/proc/{self.pid}").exists()
+
+
+def _rank_end(event: Mapping[str, Any]) -> RankEnd:
+    at = float(event.get("at", 0.0))
+    if event["code"] == 0:
+        return RankEnd("done", "", stopped=bool(event.get("stopped")), at=at)
+    stopped = bool(event["stopped"])
+    state = "stopped" if stopped else "failed"
+    return RankEnd(state, str(event["words"]), code=int(event["code"]), stopped=stopped, at=at)
