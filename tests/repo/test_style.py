@@ -10,7 +10,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "style_table.py"
 REACHED = {
     # Figures that are still above their target, at the value they have reached: lower it, never raise it.
     "files": 385,
-    "lines": 73_700,
+    "lines": 73_400,
     "modules under 80 lines with one importer": 12,
     "nested comprehensions with conditions": 6,
     "nested conditional expressions": 1,

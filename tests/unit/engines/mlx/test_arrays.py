@@ -33,7 +33,7 @@ def test_batches_of_any_floating_point_dtype_are_computed_in_the_plans_precision
     with sw.world() as world:
         step = build_step(job, plan, world)
         report = step(next(iter(step.feed)))
-        evaluate(job, plan, world, step=step, dataset=data("test"))
+        evaluate(step, data("test"))
         held = {value.dtype for value in step.held().values.values()}
     assert dtypes == {seen}
     assert {report.loss_sum.dtype, *held} == {torch.float64 if precision == "fp64" else torch.float32}
