@@ -62,7 +62,7 @@ class WorldError(InputError):
 
 
 class DataError(InputError):
-    """A dataset that is missing, unreadable or unfit."""
+    """A dataset that is missing, unreadable or invalid."""
 
 
 class LaunchError(InputError):

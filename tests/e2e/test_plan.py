@@ -237,7 +237,7 @@ WRONG_DEEPSPEED = {
         ["gpt2", "--from-deepspeed", "ds.json"],
         "--from-deepspeed searches nothing, and gpt2 is given too",
     ),
-    "ranks of a search": (["gpt2", "--nproc", "2"], "--nproc is for --from-deepspeed"),
+    "ranks of a search": (["gpt2", "--nproc", "2"], "--nproc is valid with --from-deepspeed only"),
     "a plan for nothing": (["plan.toml"], "plan.toml is a plan already"),
     "another batch": (
         ["--from-deepspeed", "ds.json", "--nproc", "2", "--batch-size", "8"],

@@ -129,7 +129,7 @@ def assign(proposals: Sequence[WriteProposal]) -> tuple[list[list[str]], dict[st
 
 @dataclass(frozen=True)
 class PieceOverlap:
-    """What a saved piece and this rank's box of the same tensor have in common."""
+    """The overlap of a saved piece with this rank's shard of the same tensor."""
 
     piece: Piece
     piece_offsets: tuple[int, ...]

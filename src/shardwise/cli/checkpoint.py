@@ -45,7 +45,7 @@ def check(spec: CheckSpec) -> int:
 @command.command("diff", no_args_is_help=True)
 @takes(DiffSpec)
 def diff(spec: DiffSpec) -> int:
-    """Compare two checkpoints of any kinds, tensor by tensor; exit code 3 if a tensor differs."""
+    """Compare two checkpoints, in any supported formats, tensor by tensor; exit code 3 if a tensor differs."""
     from shardwise.checkpoint.convert.convert import diff as compare
 
     return present(compare(spec))

@@ -40,7 +40,9 @@ def command(
     if from_deepspeed is not None:
         return _read_deepspeed(spec, from_deepspeed, out, to_deepspeed, nproc)
     if nproc is not None:
-        raise InputError("--nproc is for --from-deepspeed", code="cli.option-not-applicable", fix="give --cluster")
+        raise InputError(
+            "--nproc is valid with --from-deepspeed only", code="cli.option-not-applicable", fix="give --cluster"
+        )
     if spec.model is not None and spec.model.endswith(".toml"):
         return _write_plan_file(spec.model, to_deepspeed)
     if calibrate:
@@ -80,7 +82,7 @@ def _check_folders(files: dict[str, Path | None]) -> None:
 
 
 def _read_deepspeed(spec: PlanSpec, path: Path, out: Path | None, to_deepspeed: Path | None, nproc: int | None) -> int:
-    """Write the plan that a DeepSpeed JSON describes to `out` or standard output, and what it does not hold."""
+    """Convert a DeepSpeed JSON to a plan in `out` or on standard output, and print settings that it leaves out."""
     if spec.model is not None or to_deepspeed is not None:
         other = spec.model or f"--to-deepspeed {to_deepspeed}"
         raise InputError(

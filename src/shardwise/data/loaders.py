@@ -36,7 +36,7 @@ _BLOCK = 16384
 
 
 class IndexLoader:
-    """Steps of a dataset that is read by index: every sample of an epoch exactly once over all data-parallel ranks."""
+    """Steps of a map-style dataset: every sample of an epoch exactly once over all data-parallel ranks."""
 
     def __init__(
         self,

@@ -205,7 +205,7 @@ def check_token_loss(job: Job) -> None:
             )
     if job.masks == "keyed":
         raise PlanError(
-            "cp cuts sequences, and keyed masks know no slices of a sample",
+            "keyed masks do not support context parallelism, which splits sequences",
             code="support.cp-keyed-masks",
             fix="use cp 1, or --set masks=drawn",
         )

@@ -64,7 +64,7 @@ class Device:
         return self.flops[dtype]
 
     def sustained(self, dtype: str) -> float:
-        """Return FLOP/s that large matrix products reach: listed, else the fraction of another dtype."""
+        """Return the sustained matmul FLOP/s of a dtype: listed, else its peak times the fraction of another dtype."""
         while dtype not in self.flops:
             dtype = _FALLBACK[dtype]
         if dtype in self.matmul:

@@ -154,7 +154,7 @@ def _upward(base: Path, path: str) -> list[Path]:
 
 
 def _available(folder: Path) -> list[int]:
-    """Return what is left below the limit in one folder, if it has one."""
+    """Return the memory left below the limit of one cgroup directory, in bytes; empty if it has no limit."""
     pairs = [(_read_limit(folder / limit).strip(), _read_limit(folder / used).strip()) for limit, used in _PAIRS]
     return [int(limit) - int(used) for limit, used in pairs if limit.isdigit() and used.isdigit()]
 

@@ -176,6 +176,6 @@ def _logits_of(output: Any) -> Any:
         raise JobError(
             f"the model returned {type(output).__name__} without logits",
             code="loss.model-without-logits",
-            fix="give a model with a head (AutoModelForCausalLM, ...), or a Loss(sum=..., count=...) of your own",
+            fix="use a model with a head (AutoModelForCausalLM, ...), or a custom Loss(sum=..., count=...)",
         )
     return logits

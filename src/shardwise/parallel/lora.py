@@ -174,7 +174,7 @@ def _check_target(module: nn.Module, name: str) -> None:
     )
     if twin is not None:
         raise JobError(
-            f"Lora targets name {name}, whose weight is also that of {twin}, where an adapter would count for one only",
+            f"Lora target {name} shares its weight with {twin}, and an adapter would apply to one of them only",
             code="job.lora-target-tied",
             fix="untie them (tie_head=False, tie_word_embeddings=False), or leave it out of the targets",
         )

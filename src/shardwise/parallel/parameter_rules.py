@@ -130,7 +130,7 @@ def trainable_of(
         raise JobError(
             f"{owner} has no trainable parameter",
             code="model.no-trainable-parameter",
-            fix="leave some with requires_grad=True",
+            fix="set requires_grad=True on at least one",
         )
     return found
 

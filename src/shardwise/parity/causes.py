@@ -341,7 +341,7 @@ def _untied(evidence: Evidence, name: str, text: str) -> Finding:
 
 
 def _sums_up_some(found: Tensor, uses: Sequence[Tensor], tolerance: float) -> bool:
-    """Whether a gradient is the sum of some, not all, of the gradients by module."""
+    """Return True if a gradient equals the sum over some, but not all, modules that use the parameter."""
     for count in range(1, len(uses)):
         for chosen in combinations(uses, count):
             if relative_gaps({"": torch.stack(chosen).sum(0)}, {"": found})[""] <= tolerance:

@@ -98,7 +98,7 @@ def _step_of(comparison: Comparison, steps: int) -> int:
 
 
 def _take_apart(world: World, runner: ParityRunner, case: Case, folder: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the parts of the evidence that need the model, at the weights that one process had before the step."""
+    """Return the evidence that requires the model, computed with the weights of one process before the step."""
     job = prepare_job(runner.preparation)
     model = unwrap(build_step(job, one_process(runner.batch_size, dtype=case.precision), world).model)
     with torch.no_grad():

@@ -132,7 +132,7 @@ def verify_job(
 
 
 def _coverage(one: Traced, batch_size: int) -> tuple[str, ...]:
-    """Return a note where no step had fewer rows than the batch, or none that has all its rows followed one."""
+    """Return a note if no step had a partial batch, or if no full batch followed a partial one."""
     shorts = [step for step, rows in enumerate(one.rows) if len(rows) < batch_size]
     if batch_size == 1:
         return ()

@@ -135,9 +135,7 @@ def _apply_overrides(plan: Plan, overrides: Mapping[str, str]) -> Plan:
                 f"--set {key}: there is no key {name!r}", code="cli.set-unknown-key", fix=nearest(name, fields)
             )
         if key == "layout":
-            raise PlanError(
-                "--set layout is not how a layout is chosen", code="cli.set-layout", fix=f"use --plan {text}"
-            )
+            raise PlanError("--set cannot change the layout", code="cli.set-layout", fix=f"use --plan {text}")
         plan = replace_at(plan, key, _value(key, text))
         section = {name: f"{plan.sources[name]}, {key} by --set"} if name != key and name in plan.sources else {}
         plan = dataclasses.replace(plan, sources={**plan.sources, **section, key: "--set"})

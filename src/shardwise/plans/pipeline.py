@@ -154,9 +154,9 @@ def split_layers(plan: Plan, num_layers: int) -> StageSplit:
     bounds = (0, *split, num_layers) if split else even
     if any(first >= second for first, second in pairwise(bounds)):
         raise PlanError(
-            f"pipeline split {list(split)} does not rise within {num_layers} layers",
+            f"pipeline split {list(split)} is not strictly increasing within {num_layers} layers",
             code="plan.pipeline-split-invalid",
-            fix=f"use rising numbers from 1 to {num_layers - 1}, such as split = {list(even[1:-1])}",
+            fix=f"use increasing numbers from 1 to {num_layers - 1}, such as split = {list(even[1:-1])}",
         )
     ranks = tuple(rank_of_stage(plan.pipeline.schedule, stage, pp) for stage in range(num_stages))
     return StageSplit(bounds=bounds, ranks=ranks)

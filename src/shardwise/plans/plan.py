@@ -186,7 +186,9 @@ class Plan:
         check_types(self)
         if self.version != VERSION:
             raise PlanError(
-                f"plan version is {self.version}", code="plan.version-unknown", fix=f"write version = {VERSION}"
+                f"plan version {self.version} is not supported",
+                code="plan.version-unknown",
+                fix=f"write version = {VERSION}",
             )
         for name in ("micro_batch", "accumulation"):
             if getattr(self, name) < 1:

@@ -165,7 +165,7 @@ def _is_rank(me: Identity, spec: TrainSpec) -> bool:
     if me.source in MPI_STARTERS:
         return True
     raise LaunchError(
-        "--backend mpi trains on ranks that mpirun has started, and it has not started this process",
+        "--backend mpi requires processes that mpirun started, and it did not start this one",
         code="launch.mpi-without-mpirun",
         fix=f"mpirun -n {spec.nproc or 2} shardwise train ... --backend mpi",
     )

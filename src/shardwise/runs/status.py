@@ -73,7 +73,7 @@ class RankTable:
         return highest
 
     def status(self, rank: int, facts: Mapping[str, Any], end: RankEnd | None, *, now: float, state: str) -> RankRow:
-        """Return one rank's status; `facts` are its host, device and pid, `state` that of a rank without an end."""
+        """Return one rank's status; `facts` are its host, device and pid, `state` is for a rank that has not exited."""
         mark = self._marks.get(rank)
         reported_step, memory = self._reported.get(rank, (None, None))
         step = reported_step if mark is None else mark.step

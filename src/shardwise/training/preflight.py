@@ -222,7 +222,7 @@ def check_own_loop(model: nn.Module, plan: Plan) -> None:
         )
     if plan.layout.cp > 1:
         raise PlanError(
-            f"plan {plan.layout} cuts sequences, which a loop of your own reads",
+            f"plan {plan.layout} uses context parallelism, which custom training loops do not support",
             code="support.own-loop-cp",
             fix="use build_step",
         )

@@ -319,7 +319,7 @@ def plain_value(value: Any, place: tuple[str, ...]) -> Any:
         )
     if isinstance(value, float) and not math.isfinite(value):
         raise JobError(
-            f"{_words(place)} is {value}, which JSON cannot hold",
+            f"{_words(place)} is {value}, which JSON cannot represent",
             code="job.state-not-finite",
             fix="use None, or a tensor",
         )

@@ -327,7 +327,7 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
             )
         if _FOREIGN.fullmatch(path.name):
             raise InputError(
-                f"{path} is of a pipeline, of experts or on nvme",
+                f"{path} is of a pipeline, of experts or of NVMe offload, which is not supported",
                 code="checkpoint.deepspeed-unsupported",
                 fix="convert it with DeepSpeed",
             )

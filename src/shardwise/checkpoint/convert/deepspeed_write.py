@@ -52,7 +52,7 @@ class DeepSpeedOptimizer:
         states, groups = contents.states(), contents.groups
         if not states:
             raise InputError(
-                "the checkpoint holds no optimizer, and DeepSpeed loads weights together with one",
+                "the checkpoint has no optimizer state, which DeepSpeed requires",
                 code="checkpoint.no-optimizer",
                 fix="convert --to torch, and load that into the model before deepspeed.initialize",
             )
@@ -93,7 +93,7 @@ class DeepSpeedOptimizer:
         return {name.removeprefix(MODEL): tensor for name, tensor in found.items()}
 
     def model_states(self, module: dict[str, Tensor], num_ranks: int) -> dict[str, Any]:
-        """Return what a file of model states holds."""
+        """Return the contents of a DeepSpeed file of model states."""
         shapes = [{name: torch.Size(self.shape(name)) for name in group} for group in self.names]
         return {
             "module": module,

@@ -43,7 +43,7 @@ def is_mlx(path: Path) -> bool:
 
 
 def read(path: Path) -> Contents:
-    """Return the weights as torch has them; they are read when they are asked for.
+    """Return the weights in torch's layout; tensors are loaded lazily.
 
     Torch counts the batches of a batch norm, MLX does not: where a file has none, the count is 0.
     """

@@ -278,7 +278,7 @@ def _parameters(forms: Mapping[str, Form]) -> list[str]:
 
 
 def _unwrapper(found: Sorted) -> str:
-    """Return what wrappers put before the names of all weights."""
+    """Return the prefix that DDP or torch.compile adds to the names of all weights."""
     weights = [name.removeprefix(MODEL) for name in found.places if name.startswith(MODEL)]
     prefix = ""
     while weights and (more := next((each for each in _WRAPPERS if weights[0].startswith(prefix + each)), "")):

@@ -263,7 +263,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         raise InputError(
-            f"{self._origin} asks for {module}.{name}, which no checkpoint needs; nothing of it was run",
+            f"{self._origin} has a pickle of {module}.{name}, which a checkpoint may not have; no code was run",
             code="checkpoint.contains-code",
             fix="do not use this folder",
         )

@@ -67,7 +67,7 @@ def idx_folder(path: str | Path, mean: float | None = None, std: float | None = 
     """
     if std is not None and not std > 0:
         raise DataError(
-            f"std is {std}", code="data.std-invalid", fix="give a number above 0, or leave it out to have it measured"
+            f"std must be positive, got {std}", code="data.std-invalid", fix="pass a positive number, or leave it out"
         )
     return partial(_read, Path(path), mean, std)
 

@@ -115,7 +115,7 @@ class Stall:
 
     @property
     def text(self) -> str:
-        """The sentence."""
+        """The verdict in one line: which ranks wait in which collective, and which ranks are missing."""
         parts = [*_waiting_words(self.waiting), *(_missing_words(status) for status in self.missing)]
         return "; ".join([*parts, *([self.network] if self.network else [])])
 

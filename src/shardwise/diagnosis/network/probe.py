@@ -79,7 +79,7 @@ class Probe:
         return doing[order.pop("type")](**order)
 
     def open(self, word: str, greeting: str, doors: list[list[Any]]) -> dict[str, Any]:
-        """Listen at each (address, port), port 0 takes a free one; also for datagrams, at a port of their own."""
+        """Listen for TCP on each (address, port), where port 0 selects a free one, and for UDP on a separate port."""
         self.word, self.greeting = word.encode(), greeting.encode()
         return {"doors": [self._open(address, port) for address, port in doors]}
 

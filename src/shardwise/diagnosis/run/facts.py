@@ -94,12 +94,12 @@ class RunFacts:
 
     @property
     def newest(self) -> float:
-        """When the last sign of life was written."""
+        """Timestamp of the latest event or phase mark of any rank."""
         return max([*(event.at for event in self.events), *(mark.at for mark in self.marks.values())], default=0.0)
 
 
 def read_run(path: Path) -> RunFacts:
-    """Read a run directory; refused when it is none."""
+    """Read a run directory; a path that is not one is refused."""
     if not path.is_dir():
         raise InputError(
             f"{path} is no folder", code="run.not-found", fix="name a run directory, such as one of ls -d runs/*"

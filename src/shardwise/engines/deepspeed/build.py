@@ -165,7 +165,7 @@ def _make_optimizer(
         raise JobError(
             "the model has no trainable parameter",
             code="model.no-trainable-parameter",
-            fix="leave some with requires_grad=True",
+            fix="set requires_grad=True on at least one",
         )
     stand_ins = [(name, nn.Parameter(torch.zeros(1, device=device).expand(shapes[name]))) for name, _ in trained]
     names = {id(stand_in): name for name, stand_in in stand_ins}

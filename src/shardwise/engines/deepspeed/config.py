@@ -84,9 +84,9 @@ def require_expressible(plan: Plan) -> None:
         precision.reduce,
     } <= set(DTYPES):
         raise PlanError(
-            f"plan holds {precision}",
+            f"DeepSpeed does not support precision {precision}",
             code="support.deepspeed-precision",
-            fix="with DeepSpeed hold parameters and optimizer in fp32; compute and reduce in fp32, bf16 or fp16",
+            fix="set parameter and optimizer to fp32; compute and reduce to fp32, bf16 or fp16",
         )
     if plan.communication.compression != "none":
         raise PlanError(

@@ -98,9 +98,9 @@ def _check_precision(plan: Plan) -> None:
     precision = plan.precision
     if {precision.parameter, precision.optimizer} != {"fp32"}:
         raise PlanError(
-            f"plan holds {precision}, and DeepSpeed trains fp32 copies of parameters",
+            f"engine deepspeed requires parameters and optimizer state in fp32, got {precision}",
             code="support.deepspeed-precision",
-            fix=f"hold parameters and optimizer in fp32, or {_NATIVE}",
+            fix=f"set precision.parameter and precision.optimizer to fp32, or {_NATIVE}",
         )
     if "fp64" in (precision.compute, precision.reduce):
         raise PlanError(

@@ -287,9 +287,9 @@ def parse(text: str, origin: str) -> dict[str, Any]:
         words, where = _mistake(text, error)
         line, column = text.count("\n", 0, where) + 1, where - text.rfind("\n", 0, where)
         raise PlanError(
-            f"{origin} is no JSON: {words} at line {line} column {column}",
+            f"{origin} is not valid JSON: {words} at line {line} column {column}",
             code="plan.deepspeed-not-json",
-            fix="mend it there",
+            fix="correct the syntax there",
         ) from None
     except RecursionError:
         raise PlanError(

@@ -96,7 +96,7 @@ class ArrayForm:
         return tensor if order is None else tensor.permute(order).contiguous()
 
     def to_mlx(self, name: str, tensor: Tensor) -> mx.array:
-        """Return a tensor in torch's layout as an array of the model's own, or of the optimizer's for it."""
+        """Convert a parameter or its optimizer state from torch's layout to MLX's."""
         order = self._order(name, tensor.ndim)
         if order is None:
             return to_mlx(tensor)
@@ -174,9 +174,9 @@ class MlxBatchNorm(nn.BatchNorm):  # type: ignore[misc]  # MLX's classes are unt
             return super().__call__(x)  # type: ignore[no-any-return]
         if x.ndim < 2:
             raise JobError(
-                f"{self.name} gets {x.ndim} dimensions",
+                f"{self.name} expects an input of at least 2 dimensions, got {x.ndim}",
                 code="model.batch-norm-dimensions",
-                fix="give it rows and channels at least",
+                fix="pass an input with a batch and a channel dimension",
             )
         real = mx.array(1, dtype=mx.bool_) if self.real is None else self.real
         scaled = "weight" in self

@@ -68,7 +68,7 @@ def _norm_batches(model: nn.Module, group: mx.distributed.Group | None) -> list[
     foreign = foreign_batch_norms(model)
     if foreign and group is not None:
         raise JobError(
-            f"{some_of(foreign)}: a batch norm class of its own cannot be synced over ranks",
+            f"custom batch norm classes cannot be synchronized over ranks: {some_of(foreign)}",
             code="support.batch-norm-class",
             fix="use mlx.nn.BatchNorm itself, or --set batch_norm=local",
         )

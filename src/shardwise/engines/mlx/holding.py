@@ -177,7 +177,7 @@ class MlxState:
         return {"cpu": torch.get_rng_state(), **host_states(), _STREAM: _key().view(torch.uint8)}
 
     def set_random_state(self, states: Mapping[str, Tensor]) -> None:
-        """Go on drawing where `random_state` was called; after torch, a stream begins that its state gives."""
+        """Restore what `random_state` returned; a state of the torch engine seeds MLX's generator instead."""
         torch.set_rng_state(states["cpu"])
         set_host_states(states)
         if _STREAM in states:

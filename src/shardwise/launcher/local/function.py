@@ -102,7 +102,7 @@ def portable(error: BaseException) -> bytes:
 
 
 def dump_stacks(process: RankProcess) -> None:
-    """Have a stuck rank write its stacks, or mpirun all of its ranks."""
+    """Send SIGUSR1, on which a hung rank dumps its stacks; mpirun forwards it to all of its ranks."""
     os.kill(process.pid, signal.SIGUSR1)
     time.sleep(_DUMP_S)
 

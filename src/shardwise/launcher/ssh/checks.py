@@ -57,7 +57,7 @@ def find_here(hosts: Sequence[HostSpec]) -> list[bool]:
         raise LaunchError(
             f"host {away[0]} is reached by ssh, and this machine has no ssh",
             code="launch.ssh-not-found",
-            fix="install OpenSSH's client",
+            fix="install the OpenSSH client",
         )
     return here
 

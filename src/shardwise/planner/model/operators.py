@@ -65,7 +65,7 @@ def _frozen_product(tape: Tape, x: Value, elements: Amount, matmul: Matmul, nume
 
 
 def _adapters(tape: Tape, x: Value, elements: Amount, matmul: Matmul) -> Value:
-    """Two thin products one after the other, then the scale; each keeps its input."""
+    """Record the two low-rank matmuls of a LoRA adapter and its scaling; each saves its input for backward."""
     down = replace(matmul, columns=tape.rank, split="inner" if matmul.split == "inner" else "none")
     up = replace(matmul, inner=tape.rank, split="columns" if matmul.split == "columns" else "none")
     thin = Amount(whole=matmul.rows * tape.rank)
@@ -123,7 +123,7 @@ def choose(tape: Tape, x: Value, condition: Amount) -> Value:
 
 
 def scale(tape: Tape, x: Value, factor: Storage | None, width: int) -> Value:
-    """Product with a table of `width` bytes per number that wants no gradient: it alone is kept."""
+    """Multiply by a constant table with `width` bytes per element; only the table is saved for backward."""
     width = max(x.width, width)
     wide = x.elements * width if x.width < width else NOTHING
     return tape.apply([x], x.elements, width, saved=[factor], temporaries=wide)

@@ -64,7 +64,7 @@ class Weight:
     """Whether another part has it too (a head tied to the embedding): one tensor where both are on one rank."""
 
     def adapters(self, rank: int) -> tuple[Weight, ...]:
-        """Return LoRA's two factors beside a matrix; nothing beside vectors and tables, which no product reads."""
+        """Return the two LoRA factors of a weight matrix; empty for vectors and embedding tables."""
         columns = self.numel // max(1, self.rows)
         if columns <= 1 or not self.cast:
             return ()

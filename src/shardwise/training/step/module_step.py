@@ -40,7 +40,7 @@ class ModuleStep:
     update: Update
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what this rank holds of the model, under the names of the user's own module."""
+        """Yield the name, as in the user's module, and parameter of all layers on this rank's stages."""
         raise NotImplementedError
 
     def buffers(self) -> dict[str, Tensor]:

@@ -99,7 +99,7 @@ class PipelineStep(OptimizerStep):
         return self._end(batch, total)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what this rank holds of the model, under the names of the user's own module."""
+        """Yield the name, as in the user's module, and parameter of all layers on this rank's stages."""
         yield from parameters_of(self.model)
 
     @property

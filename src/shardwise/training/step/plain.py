@@ -225,7 +225,7 @@ class PlainStep(OptimizerStep):
         self.update.scale(loss).backward(self._gradient)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what this rank holds of the model, under the names of the user's own module."""
+        """Yield the name, as in the user's module, and parameter of all layers on this rank's stages."""
         return unwrap(self.model).named_parameters()
 
     @torch.no_grad()

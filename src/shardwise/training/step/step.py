@@ -265,7 +265,7 @@ class Step(Protocol):
         """Elements of the parameters that this rank has a part in, a cut one as a whole."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what this rank holds of the model, under the names of the user's own module."""
+        """Yield the name, as in the user's module, and parameter of all layers on this rank's stages."""
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the buffers whose values count on this rank, by name."""

@@ -130,7 +130,7 @@ class ScaledUpdate:
         return Updated(norm, skipped)
 
     def state(self) -> dict[str, Tensor]:
-        """The scale, and how many steps it has held."""
+        """The loss scale, and the number of steps since it last changed."""
         return {"loss_scale": self.loss_scale, "steps_without_overflow": self._steps_without_overflow}
 
 
