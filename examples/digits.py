@@ -9,7 +9,7 @@ job = sw.Job(
     loss=sw.losses.cross_entropy,  # Loss(sum=(output, batch) -> scalar, count=(batch) -> int)
     optimizer=sw.adamw(lr=1e-3),  # any factory (named parameters) -> Optimizer
     schedule=sw.schedules.Cosine(warmup=0.1),
-    batch_size=128,  # the GLOBAL batch; micro-batch and accumulation are the plan's
+    batch_size=128,  # the GLOBAL batch size; the plan sets micro-batch and accumulation
     epochs=6,  # or steps=, or tokens=
     metrics={"accuracy": sw.metrics.accuracy},
 )
