@@ -143,12 +143,12 @@ def test_a_ring_host_that_cannot_be_reached_is_refused_within_seconds(tmp_path):
         ("train job.py --nproc 2 --plan pp", "engine mlx has no pipeline: use --plan ddp"),
         ("train job.py --set precision=fp16", "fp16, for which engine mlx scales no loss: use precision bf16"),
         ("train job.py --device cuda", "--device cuda, but the job's model is MLX's"),
-        ("plan job.py", "is MLX's, and nothing is predicted of those"),
+        ("plan job.py", "support.mlx-model"),
         ("verify job.py --plans tp --nproc 2", "engine mlx cuts no weights: use --plan ddp"),
-        ("bench step job.py", "bench measures models of torch, and that of job is MLX's"),
-        ("bench scaling job.py", "bench measures models of torch"),
-        ("bench overlap job.py", "bench measures models of torch"),
-        ("doctor drill job.py", "drills come with steps of torch's optimizers"),
+        ("bench step job.py", "support.mlx-model"),
+        ("bench scaling job.py", "support.mlx-model"),
+        ("bench overlap job.py", "support.mlx-model"),
+        ("doctor drill job.py", "support.mlx-model"),
     ],
 )
 def test_what_mlx_cannot_do_is_refused_in_one_sentence(tmp_path, monkeypatch, capfd, arguments, words):

@@ -67,7 +67,7 @@ def test_two_processes_train_evaluate_and_report(tmp_path):
     assert float(re.search(r"test accuracy\s+([0-9.]+)%", done.stdout)[1]) > 85
     assert "run directory   out" in done.stdout
     assert "hello from the job file" in done.stderr
-    assert "128 = micro-batch 64 x accumulation 1 x 2 readers" in done.stderr
+    assert "128 = micro-batch 64 x accumulation 1 x dp 2" in done.stderr
     assert re.search(r"step 240/240 .* loss", done.stderr)
     out = tmp_path / "out"
     assert {path.name for path in out.iterdir()} == {

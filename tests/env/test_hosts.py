@@ -160,7 +160,7 @@ BAD = {
         "--master-addr host0 is 10.77.0.1, which is not an address of host host1 (it has 10.77.0.2 on eth0)",
     ),
     "no way between the hosts": (["--hosts", "host1,host2"], "host host2 cannot reach host1 at 10.77.0.2:"),
-    "malformed hostfile": (["--hosts", "bad"], "line 2 of bad has 'slot=8', and 'slot' is no word"),
+    "malformed hostfile": (["--hosts", "bad"], "line 2 of bad has 'slot=8', and 'slot' is not a key"),
     "missing hostfile": (["--hosts", "./none"], "hostfile ./none does not exist"),
     "duplicate host": (["--hosts", "host0,host1,host0"], "host host0 is named 2 times"),
     "no ssh server": (["--hosts", "host0,closed"], "host closed has no ssh server at that port"),

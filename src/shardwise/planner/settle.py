@@ -163,7 +163,7 @@ def _settle_batch(plan: Plan, batch_size: int, overrides: Mapping[str, str], *, 
     if not asked:
         asked = {"accumulation": fill_pipeline(batch_size, plan.layout)}
     split = split_batch(batch_size, dp=plan.layout.dp, **asked)
-    derived = f"derived: batch_size {batch_size} over {plan.layout.dp} data-parallel ranks"
+    derived = f"derived: batch_size {batch_size} over dp {plan.layout.dp}"
     sources = {key: "--set" if key in overrides else derived for key in BATCH_KEYS}
     return dataclasses.replace(
         plan, micro_batch=split.micro_batch, accumulation=split.accumulation, sources={**plan.sources, **sources}

@@ -224,9 +224,7 @@ def start_report(job: Job, plan: Plan, world: World, step: Step) -> dict[str, An
     last = length.num_steps - 1
     base_rate = step.base_rates[0]
     rates = {f"{share:.0%}": base_rate * job.schedule(round(share * last), length.num_steps) for share in _QUARTERS}
-    batch = (
-        f"{plan.batch_size} = micro-batch {plan.micro_batch} x accumulation {plan.accumulation} x {layout.dp} readers"
-    )
+    batch = f"{plan.batch_size} = micro-batch {plan.micro_batch} x accumulation {plan.accumulation} x dp {layout.dp}"
     return {
         "ranks": world.gather(me),
         "parameters": num_parameters,
