@@ -9,14 +9,11 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "style_table.py"
 REACHED = {
     # Figures that are still above their target, at the value they have reached: lower it, never raise it.
-    "files": 385,
-    "lines": 73_400,
-    "modules under 80 lines with one importer": 12,
-    "nested comprehensions with conditions": 6,
-    "nested conditional expressions": 1,
-    "comprehensions per 1,000 lines": 37.3,
-    "conditional expressions per 1,000 lines": 24.5,
-    "imports inside functions": 75,
+    "files": 378,
+    "lines": 73_350,
+    "comprehensions per 1,000 lines": 36.8,
+    "conditional expressions per 1,000 lines": 24.4,
+    "imports inside functions": 26,
 }
 
 

@@ -11,7 +11,7 @@ from shardwise.cli.main import WITH_UNDERSCORES, LazyGroup, present, refuse_star
 from shardwise.errors import InputError
 from shardwise.measurement.specs import CommSpec, OverlapSpec, P2pSpec, ScalingSpec, StepSpec, bench
 from shardwise.plans.toml import plan_to_toml
-from shardwise.runs.console import DONE, complain
+from shardwise.runs.console import DONE, echo_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +54,7 @@ def _measure(spec: Spec, *, as_json: bool, report: Path | None, **outputs: Calla
         write(found)
     if report is not None:
         found.write(report)
-        complain(f"shardwise: report in {report}")
+        echo_error(f"shardwise: report in {report}")
     return present(found, as_json=as_json)
 
 

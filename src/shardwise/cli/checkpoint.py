@@ -6,7 +6,7 @@ import click
 
 from shardwise.checkpoint.spec import CheckSpec, ConvertSpec, DiffSpec, InspectSpec, ListSpec, PruneSpec
 from shardwise.cli.main import present, takes
-from shardwise.runs.console import complain
+from shardwise.runs.console import echo_error
 from shardwise.units import format_bytes_si
 
 
@@ -67,6 +67,6 @@ def convert(spec: ConvertSpec) -> int:
     from shardwise.checkpoint.convert.convert import convert as write
 
     def announce(peak_bytes: int) -> None:
-        complain(f"host peak: {format_bytes_si(peak_bytes)} of tensors at a time")
+        echo_error(f"host peak: {format_bytes_si(peak_bytes)} of tensors at a time")
 
     return present(write(spec, announce=announce))

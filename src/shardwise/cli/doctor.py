@@ -12,7 +12,7 @@ from shardwise.diagnosis.machine.observe import doctor
 from shardwise.diagnosis.network.net import NetSpec, doctor_net
 from shardwise.diagnosis.run.explain import RunSpec, doctor_run
 from shardwise.errors import InputError
-from shardwise.runs.console import say
+from shardwise.runs.console import echo
 
 PARTS = {
     "drill": "Inject faults into your own job, and check that each is named and the job recovers.",
@@ -58,7 +58,7 @@ def env(spec: EnvSpec, *, as_shell: bool, as_json: bool) -> int:
             code="cli.options-incomplete",
             fix="add --preset gcp, or another",
         )
-    say(preset_lines(spec.preset))
+    echo(preset_lines(spec.preset))
     return 0
 
 

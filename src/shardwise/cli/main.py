@@ -20,7 +20,7 @@ import msgspec
 
 from shardwise.environment import MPI_STARTERS, Identity, identify
 from shardwise.errors import EnvironmentVariablesError, InputError, ShardwiseError, nearest, with_code
-from shardwise.runs.console import BAD_INPUT, INTERRUPTED, complain, say
+from shardwise.runs.console import BAD_INPUT, INTERRUPTED, echo, echo_error
 from shardwise.spec import FlatField, Report, Spec, flat_fields, plain_type
 
 if TYPE_CHECKING:
@@ -81,11 +81,11 @@ def end(code: int, message: str) -> int:
     """
     me = _identity()
     if me.world_size == 1 or me.source not in MPI_STARTERS:
-        complain(message)
+        echo_error(message)
         return code
     if me.rank > 0 and code == BAD_INPUT:
         time.sleep(_RANK_0_WAIT_S)
-    complain(message)
+    echo_error(message)
     os._exit(code)  # without MPI_Finalize, in which ranks wait for each other
 
 
@@ -141,7 +141,7 @@ def _show_version(context: click.Context, *, wanted: bool) -> None:
     if wanted and not context.resilient_parsing:
         from shardwise.versions import package_version
 
-        say(f"shardwise {package_version('shardwise')}")
+        echo(f"shardwise {package_version('shardwise')}")
         context.exit()
 
 
@@ -229,9 +229,9 @@ def present(report: Report, *, as_json: bool = False) -> int:
     """Show a report as text or as JSON, its note on standard error, and return the exit code of the command."""
     text = report.to_json() if as_json else report.to_text()
     if text:
-        say(text)
+        echo(text)
     if report.note():
-        complain(report.note())
+        echo_error(report.note())
     return report.exit_code
 
 

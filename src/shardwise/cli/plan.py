@@ -10,7 +10,7 @@ from shardwise.cli.main import WITH_UNDERSCORES, present, takes
 from shardwise.errors import InputError
 from shardwise.planner.plan import PlanSpec, load_named_job, plan
 from shardwise.plans.toml import plan_to_toml, read_plan
-from shardwise.runs.console import DONE, complain, say
+from shardwise.runs.console import DONE, echo, echo_error
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -49,7 +49,7 @@ def command(
         from shardwise.measurement.calibrate import calibrate as measure  # imports torch
 
         calibration = measure()
-        complain(f"shardwise: measured {calibration.device.name} on {calibration.machine}")
+        echo_error(f"shardwise: measured {calibration.device.name} on {calibration.machine}")
     report = plan(spec)
     present(report, as_json=as_json)
     if picture is not None:
@@ -64,10 +64,10 @@ def command(
         plans = [report.best] if report.forms else [candidate.plan for candidate in report.candidates]
         expressible = best_expressible(plans)
         if expressible.layout != report.best.layout:
-            complain(f"note      the best plan that DeepSpeed's JSON can hold is {expressible.layout}")
+            echo_error(f"note      the best plan that DeepSpeed's JSON can hold is {expressible.layout}")
         job = load_named_job(spec) if spec.is_job else None
         for note in write_config(expressible, to_deepspeed, job):
-            complain(note)
+            echo_error(note)
     return report.exit_code
 
 
@@ -94,13 +94,13 @@ def _read_deepspeed(spec: PlanSpec, path: Path, out: Path | None, to_deepspeed: 
 
     reading = read_json(path, num_ranks=nproc, batch_size=spec.batch_size, precision=spec.precision)
     if out is None:
-        say(plan_to_toml(reading.plan).rstrip())
+        echo(plan_to_toml(reading.plan).rstrip())
     else:
         out.write_text(plan_to_toml(reading.plan))
-        say(f"plan      {out}: {reading.plan.layout}, zero {reading.plan.zero}, for train --plan {out}")
-    complain(f"job       batch_size={reading.plan.batch_size}")
+        echo(f"plan      {out}: {reading.plan.layout}, zero {reading.plan.zero}, for train --plan {out}")
+    echo_error(f"job       batch_size={reading.plan.batch_size}")
     for note in reading.notes:
-        complain(f"note      {note}")
+        echo_error(f"note      {note}")
     return DONE
 
 
@@ -113,5 +113,5 @@ def _write_plan_file(path: str, to_deepspeed: Path | None) -> int:
     from shardwise.engines.deepspeed.config import write_config
 
     for note in write_config(read_plan(Path(path)), to_deepspeed, None):
-        complain(note)
+        echo_error(note)
     return DONE

@@ -6,7 +6,7 @@ import click
 
 from shardwise.cli.main import WITH_UNDERSCORES, present, takes
 from shardwise.runner.train import train_job
-from shardwise.runs.console import complain
+from shardwise.runs.console import echo_error
 from shardwise.training.spec import TrainSpec
 
 
@@ -16,5 +16,5 @@ def command(spec: TrainSpec) -> int:
     """Train the Job in JOB.py, with progress, a report and a run directory."""
     report = train_job(spec)
     if report.traceback and click.get_current_context().find_root().params["debug"]:
-        complain(report.traceback)
+        echo_error(report.traceback)
     return present(report)

@@ -10,7 +10,7 @@ import click
 from shardwise.cli.main import WITH_UNDERSCORES, present, refuse_started_ranks, takes
 from shardwise.errors import InputError
 from shardwise.parity.spec import VerifySpec
-from shardwise.runs.console import complain, counted
+from shardwise.runs.console import counted, echo_error
 
 if TYPE_CHECKING:
     from shardwise.parity.spec import PlanVerdict
@@ -72,9 +72,9 @@ def _check_files(markdown: Path | None, out: Path | None, *, propose: bool) -> N
 
 def _show_verdict(verdict: PlanVerdict) -> None:
     """Report that a plan is done, while others are still to come."""
-    complain(f"{verdict.plan}: {verdict.status} ({verdict.seconds:.1f} s)")
+    echo_error(f"{verdict.plan}: {verdict.status} ({verdict.seconds:.1f} s)")
 
 
 def _show_trial(rules: dict[str, str], verdict: PlanVerdict) -> None:
     """Report that a trial is done, while others may still come."""
-    complain(f"tried {counted(len(rules), 'tensor rule')}: {verdict.status} ({verdict.seconds:.1f} s)")
+    echo_error(f"tried {counted(len(rules), 'tensor rule')}: {verdict.status} ({verdict.seconds:.1f} s)")

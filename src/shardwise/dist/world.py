@@ -21,7 +21,7 @@ from shardwise.dist.stores import HashStore
 from shardwise.engines.backends import backend_row, backend_runtime, torch_name
 from shardwise.errors import WorldError
 from shardwise.layout import AXES
-from shardwise.runs.console import say
+from shardwise.runs.console import echo
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -118,7 +118,7 @@ class World:
     def print(self, *values: object) -> None:
         """Print on rank 0 alone."""
         if self.is_main:
-            say(" ".join(map(str, values)))
+            echo(" ".join(map(str, values)))
 
     def barrier(self) -> None:
         """Communicate over the whole world, called on every rank: return when all have called."""

@@ -15,7 +15,7 @@ from shardwise.job import load_job
 from shardwise.launcher.local.function import run_forked, run_fresh
 from shardwise.launcher.mpirun import find_mpirun, run_by_mpirun
 from shardwise.planner.settle import local_device
-from shardwise.runs.console import complain
+from shardwise.runs.console import echo_error
 from shardwise.torch_private.runtime import DYNAMO
 
 if TYPE_CHECKING:
@@ -109,4 +109,4 @@ def warn_if_busy() -> None:
     """Write a warning where more is running than there are cores: what is measured then will vary."""
     load, cores = os.getloadavg()[0], usable_cores()
     if load > cores:
-        complain(f"shardwise: the machine is busy (load {load:.1f} on {cores} cores): expect wide spreads")
+        echo_error(f"shardwise: the machine is busy (load {load:.1f} on {cores} cores): expect wide spreads")

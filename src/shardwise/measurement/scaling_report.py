@@ -36,7 +36,7 @@ from shardwise.planner.search.subject import describe_job
 from shardwise.planner.settle import split_settings
 from shardwise.plots.figures import Bars, Plot, Series, Table
 from shardwise.plots.text import table_lines
-from shardwise.runs.console import complain
+from shardwise.runs.console import echo_error
 from shardwise.units import format_rate
 
 if TYPE_CHECKING:
@@ -323,7 +323,7 @@ def _predictor() -> Callable[[Job, Plan], float | None]:
         except InputError as error:
             if str(error) not in reported:
                 reported.add(str(error))
-                complain(f"shardwise: nothing predicted: {error}")
+                echo_error(f"shardwise: nothing predicted: {error}")
             return None
 
     return predict

@@ -29,7 +29,7 @@ from shardwise.planner.cost.time import WAITING, predict_time
 from shardwise.planner.search.subject import describe_job, optimizer_shape
 from shardwise.planner.settle import local_device, settle, split_settings
 from shardwise.plots.figures import Bars, Table
-from shardwise.runs.console import complain
+from shardwise.runs.console import echo_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -312,7 +312,7 @@ def _expected(
     try:
         model = describe_job(job, plan.precision.compute)
     except JobError as error:
-        complain(f"shardwise: nothing predicted: {error}")
+        echo_error(f"shardwise: nothing predicted: {error}")
         return None, None
     used = utilisation(found, training_flops(model.for_plan(plan)))
     if found[0].backend != "fake" and processes < found[0].world_size:

@@ -15,7 +15,7 @@ from shardwise.monitor.server import page_server
 from shardwise.monitor.sinks import mirror, parse_sink
 from shardwise.monitor.terminal import WatchReport, report_of, show, show_live
 from shardwise.runs import RunDirectory
-from shardwise.runs.console import say
+from shardwise.runs.console import echo
 from shardwise.runs.state import RunState, check_run
 from shardwise.runs.status import Predicted, read_predicted
 from shardwise.spec import Spec, argument, option, spec_function
@@ -52,7 +52,7 @@ def watch(spec: WatchSpec) -> WatchReport:
     run = RunDirectory(spec.run)
     state = RunState(run)
     if sink is not None:
-        mirror(run, sink, say)
+        mirror(run, sink, echo)
     else:
         with _predicting(run, wanted=spec.predict) as predicting:
             if spec.web or spec.port is not None:
@@ -70,7 +70,7 @@ def watch(spec: WatchSpec) -> WatchReport:
 def _serve(state: RunState, port: int | None) -> None:
     """Serve the page until an interrupt."""
     server = page_server(state, port)
-    say(f"watching {state.run.path} at {server.url}\nCtrl-C ends the page, not the run")
+    echo(f"watching {state.run.path} at {server.url}\nCtrl-C ends the page, not the run")
     try:
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()

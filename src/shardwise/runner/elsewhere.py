@@ -20,7 +20,7 @@ from shardwise.launcher.ssh.checks import HostRendezvous
 from shardwise.launcher.ssh.run import HostSpec, launch_on_hosts, read_hosts
 from shardwise.launcher.ssh.session import ssh_argv
 from shardwise.runner.local import node_argv, target_of
-from shardwise.runs.console import complain, say
+from shardwise.runs.console import echo, echo_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -85,7 +85,7 @@ def _on_hosts(spec: LaunchSpec | TrainSpec, hosts: Sequence[HostSpec], grace_s: 
         return [node_argv(spec, nodes, rank, host.slots) for rank, host in enumerate(hosts)]
 
     if dry_run:
-        say(_describe(hosts, argv_of, spec))
+        echo(_describe(hosts, argv_of, spec))
         return 0
     kept = {name: value for name, value in variables("").items() if _FORWARDED.fullmatch(name)}
     return launch_on_hosts(
@@ -98,7 +98,7 @@ def _on_hosts(spec: LaunchSpec | TrainSpec, hosts: Sequence[HostSpec], grace_s: 
         master_port=rendezvous.master_port or 0,
         grace_s=grace_s,
         show=_show,
-        note=complain,
+        note=echo_error,
     )
 
 
@@ -150,9 +150,9 @@ def _on_kubernetes(spec: LaunchSpec | TrainSpec, asked: str, grace_s: float) -> 
     text = to_yaml(manifests(cluster, [command, f"--local-addr={POD_IP}", *rest], num_nodes=most, grace_s=grace_s))
     if cluster.to:
         _write_private(Path(cluster.to), text)
-        complain(f"shardwise: {cluster.to} is written: kubectl apply -f {cluster.to}")
+        echo_error(f"shardwise: {cluster.to} is written: kubectl apply -f {cluster.to}")
     else:
-        say(text.rstrip("\n"))
+        echo(text.rstrip("\n"))
     return 0
 
 

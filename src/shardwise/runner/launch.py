@@ -22,7 +22,7 @@ from shardwise.runner.observers import Tee, failure_text, start_guard, start_rep
 from shardwise.runner.presets import report_effects, report_preset
 from shardwise.runner.slurm import start_by_slurm
 from shardwise.runs import create_run, share_run
-from shardwise.runs.console import INTERRUPTED, JOB_FAILED, complain
+from shardwise.runs.console import INTERRUPTED, JOB_FAILED, echo_error
 from shardwise.spec import Report, signature_of
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def launch_script(spec: LaunchSpec) -> LaunchReport:
     if spec.dry_run:
         return LaunchReport(exit_code=0, text=describe(spec, settled))
     if settled.note:
-        complain(settled.note)
+        echo_error(settled.note)
     become_reaper()
     try:
         launched, run, guards, tee = _run(spec, settled)
@@ -124,13 +124,13 @@ def _run(spec: LaunchSpec, settled: SettledLaunch) -> tuple[Launched, RunDirecto
         ranks = range(local.nproc)
         guards = [*start_guard(run, hang, ranks), *start_replica_watch(run, spec.replicas, ranks)]
         tee = Tee(run, settled.shown)
-        return launch_local(local, run, observers=[tee, *guards], note=complain), run, guards, tee
+        return launch_local(local, run, observers=[tee, *guards], note=echo_error), run, guards, tee
 
     def make_run(named: Path | None) -> RunDirectory:
         return create_run(spec.run_dir, local.target.name) if named is None else share_run(spec.run_dir or named)
 
     facts = node_facts(settled.nodes, shlex.join(local.target.typed()))
-    with join_run(settled.nodes, facts, make_run, complain) as (link, run):
+    with join_run(settled.nodes, facts, make_run, echo_error) as (link, run):
         tee = Tee(run, settled.shown)
         guards = [
             *start_guard(run, hang, range(0), exchange=link),
@@ -143,5 +143,7 @@ def _run(spec: LaunchSpec, settled: SettledLaunch) -> tuple[Launched, RunDirecto
                 guard.follow(ranks)
 
         observers = [tee, *guards]
-        launched = launch_nodes(local, settled.nodes, link, run, observers=observers, on_assigned=follow, note=complain)
+        launched = launch_nodes(
+            local, settled.nodes, link, run, observers=observers, on_assigned=follow, note=echo_error
+        )
         return launched, run, guards, tee

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 from shardwise.diagnosis.guard.guard import Guard
 from shardwise.diagnosis.guard.replicas import ReplicaWatch
 from shardwise.runs import Tail
-from shardwise.runs.console import complain
+from shardwise.runs.console import echo_error
 from shardwise.runs.progress import ProgressView
 from shardwise.runs.state import RunState
 
@@ -156,11 +156,11 @@ class Mirrors:
             try:
                 if child.wait(max(0.0, deadline - time.monotonic())) != 0:
                     output = log.read_text(errors="replace").strip().splitlines() or ["no output"]
-                    complain(
+                    echo_error(
                         f"shardwise: {sink} is not complete ({output[-1].removeprefix('shardwise: ')}); try {again}"
                     )
             except subprocess.TimeoutExpired:
-                complain(f"shardwise: {sink} was slower than the run; {again} brings the rest")
+                echo_error(f"shardwise: {sink} was slower than the run; {again} brings the rest")
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)  # with what the tracker started beside it
@@ -173,7 +173,7 @@ def start_guard(
     ranks: range,
     *,
     exchange: Exchange | None = None,
-    note: Callable[[str], None] = complain,
+    note: Callable[[str], None] = echo_error,
 ) -> list[Guard]:
     """Return what detects hangs, mismatched collectives and slow ranks: one guard, or none where that is turned off.
 
@@ -190,7 +190,7 @@ def start_replica_watch(run: RunDirectory, spec: ReplicaSpec, ranks: range, node
     """Return what compares the replicas of a launched script: one watch, or none where that is turned off."""
     if not spec.every:
         return []
-    watch = ReplicaWatch(run, spec, complain, node)
+    watch = ReplicaWatch(run, spec, echo_error, node)
     watch.follow(ranks)
     return [watch]
 

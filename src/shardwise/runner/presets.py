@@ -11,7 +11,7 @@ from shardwise.diagnosis.run.nccl_log import run_effects
 from shardwise.environment import variables
 from shardwise.errors import LaunchError
 from shardwise.hardware import usable_cores
-from shardwise.runs.console import complain
+from shardwise.runs.console import echo_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,7 +32,7 @@ def report_preset(name: str | None) -> None:
     added = " ".join(f"{key}={value}" for key, value in preset.missing_from(own).items())
     kept = " ".join(f"{key}={value}" for key, value in preset.overruled_by(own).items())
     stays = f"; your own {kept} stays" if kept else ""
-    complain(f"shardwise: preset {name} sets {added or 'nothing'}{stays}")
+    echo_error(f"shardwise: preset {name} sets {added or 'nothing'}{stays}")
 
 
 def settle_preset(name: str | None, *, nproc: int, num_gpus: int, uses_ddp: bool) -> dict[str, str]:
@@ -63,6 +63,6 @@ def report_effects(name: str | None, added: Mapping[str, str], run: RunDirectory
     verdicts = run_effects(added, run)
     idle = [verdict for verdict in verdicts if verdict.state != "ok"]
     if len(idle) < len(verdicts):
-        complain(f"shardwise: preset {name}: NCCL read {len(verdicts) - len(idle)} of {len(verdicts)}")
+        echo_error(f"shardwise: preset {name}: NCCL read {len(verdicts) - len(idle)} of {len(verdicts)}")
     for verdict in idle:
-        complain(f"shardwise: preset {name}: {verdict.name}: {verdict.fact}: {verdict.fix}")
+        echo_error(f"shardwise: preset {name}: {verdict.name}: {verdict.fact}: {verdict.fix}")

@@ -29,7 +29,7 @@ from shardwise.launcher.slurm import (
 )
 from shardwise.runner.local import command_argv
 from shardwise.runs import create_run
-from shardwise.runs.console import PREEMPTED, complain, say
+from shardwise.runs.console import PREEMPTED, echo, echo_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,7 +64,7 @@ def start_by_slurm(spec: LaunchSpec | TrainSpec, name: str, *, grace_s: float, d
         argv += _command(spec, nodes, nproc, spec.run_dir)
         if not dry_run:
             _become(argv)
-        say(shlex.join(argv))
+        echo(shlex.join(argv))
         return 0
     folder = spec.run_dir or Path("runs", f"{name}-TIME")
     batch = BatchSpec(
@@ -77,7 +77,7 @@ def start_by_slurm(spec: LaunchSpec | TrainSpec, name: str, *, grace_s: float, d
         grace_s=grace_s,
     )
     if dry_run:
-        say(f"{batch_script(batch)}\n{_describe(batch)}")
+        echo(f"{batch_script(batch)}\n{_describe(batch)}")
         return 0
     require_slurm("sbatch")
     run = create_run(spec.run_dir, name)
@@ -95,8 +95,8 @@ def _submit(spec: BatchSpec, run: RunDirectory) -> None:
         run.batch_script.unlink()
         run.remove()
         raise
-    complain(f"shardwise: job {job} is submitted; the run is in {run.path}, its output in slurm-{job}.out there")
-    say(job)
+    echo_error(f"shardwise: job {job} is submitted; the run is in {run.path}, its output in slurm-{job}.out there")
+    echo(job)
 
 
 def _leave(*_: object) -> NoReturn:
@@ -106,7 +106,7 @@ def _leave(*_: object) -> NoReturn:
 
 def _warn_of_idle_nodes(spec: LaunchSpec | TrainSpec, around: Mapping[str, str]) -> None:
     if around.get("SLURM_JOB_NUM_NODES", "1") != "1" and spec.rendezvous.nnodes is None:
-        complain(f"shardwise: SLURM gave this job {around['SLURM_JOB_NUM_NODES']} nodes; --slurm would use them all")
+        echo_error(f"shardwise: SLURM gave this job {around['SLURM_JOB_NUM_NODES']} nodes; --slurm would use them all")
 
 
 def _become(argv: list[str]) -> NoReturn:

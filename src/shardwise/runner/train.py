@@ -31,7 +31,7 @@ from shardwise.runner.presets import report_effects, report_preset, settle_prese
 from shardwise.runner.report import TrainReport, conclude, read_result
 from shardwise.runner.slurm import start_by_slurm
 from shardwise.runs import RunDirectory, create_run, share_run
-from shardwise.runs.console import complain
+from shardwise.runs.console import echo_error
 from shardwise.runs.failure import describe_failure, write_failure
 from shardwise.spec import signature_of
 from shardwise.training.spec import TrainSpec
@@ -200,7 +200,7 @@ def _run(spec: TrainSpec, run: RunDirectory, sinks: Sequence[SinkSpec], variable
     with following(run, sinks) as [follower]:
         guards = start_guard(run, spec.hang, range(nproc), note=follower.line)
         local = worker_launch(spec, run, nproc=nproc, added=variables)
-        return launch_local(local, run, observers=[follower, *guards], note=complain)
+        return launch_local(local, run, observers=[follower, *guards], note=echo_error)
 
 
 def _run_on_nodes(
@@ -232,11 +232,11 @@ def _run_on_nodes(
             write_run_inputs(run, reference, plan, started_at=started_at)
         return run
 
-    with join_run(nodes, facts, make_run, complain) as (link, run):
+    with join_run(nodes, facts, make_run, echo_error) as (link, run):
         is_first = link.node == 0
         shown: AbstractContextManager[list[Follower]] = following(run, sinks) if is_first else nullcontext([])
         with shown as followers:
-            note = followers[0].line if followers else complain
+            note = followers[0].line if followers else echo_error
             guards = start_guard(run, spec.hang, range(0), exchange=link, note=note)
 
             def follow(placed: range) -> None:
@@ -250,7 +250,7 @@ def _run_on_nodes(
                 run,
                 observers=[*followers, *guards],
                 on_assigned=follow,
-                note=complain,
+                note=echo_error,
             )
             return launched, run, is_first
 
@@ -285,7 +285,7 @@ def _train_in_world(
         _compare_jobs(here, reference)
         plan, run = _from_main(here, prepare)
         if here.is_main and here.source != "shardwise":
-            complain(f"shardwise: {here.source} has started these ranks, so nothing detects hangs, as launch would")
+            echo_error(f"shardwise: {here.source} has started these ranks, so nothing detects hangs, as launch would")
         try:
             # A job that SLURM has requeued finds what it saved before.
             save = spec.save.replace(resume="auto") if run.checkpoints.exists() else spec.save

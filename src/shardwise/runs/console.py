@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def say(text: str) -> None:
+def echo(text: str) -> None:
     """Write a line of result to standard output."""
     with contextlib.suppress(OSError):  # a closed terminal or pipe is nobody to talk to, not a failure
         _print(text, sys.stdout)
 
 
-def complain(text: str) -> None:
+def echo_error(text: str) -> None:
     """Write a line to standard error."""
     with contextlib.suppress(OSError):
         _print(text, sys.stderr)

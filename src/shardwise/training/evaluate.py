@@ -293,10 +293,12 @@ def export_adapters(model: nn.Module, folder: Path | str, *, base: str | None = 
         raise JobError(
             "the model has no adapters", code="model.no-adapters", fix="train a job with lora=, or use export"
         )
-    trained = full_values(
-        item for stage in stages_of(model) for item in stage.named_parameters() if is_adapter(item[0])
-    )
-    names = [name for stage in stages_of(model) for name in stage.state_dict(keep_vars=True) if not is_adapter(name)]
+    adapters: list[tuple[str, Tensor]] = []
+    names: list[str] = []
+    for stage in stages_of(model):
+        adapters += [(name, parameter) for name, parameter in stage.named_parameters() if is_adapter(name)]
+        names += [name for name in stage.state_dict(keep_vars=True) if not is_adapter(name)]
+    trained = full_values(adapters)
     frozen = [name for theirs in from_all(names) for name in theirs]
     group = dist.group.WORLD if dist.is_initialized() else None
 

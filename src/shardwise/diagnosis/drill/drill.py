@@ -25,7 +25,7 @@ from shardwise.launcher.local.target import Program
 from shardwise.launcher.policy import Finish
 from shardwise.launcher.spec import HangSpec
 from shardwise.runs import create_run
-from shardwise.runs.console import CHECK_FAILED, DONE, complain
+from shardwise.runs.console import CHECK_FAILED, DONE, echo_error
 from shardwise.spec import spec_function
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def run_drills(
         ground.run_undisturbed(spec, run)
         for kind in kinds:
             results.append(ground.drill(kind))
-            complain(f"{kind}: {results[-1].status}")
+            echo_error(f"{kind}: {results[-1].status}")
     return results
 
 

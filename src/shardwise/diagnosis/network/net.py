@@ -33,7 +33,7 @@ from shardwise.diagnosis.network.session import ANSWER_S, Order, Probes, ProbeSe
 from shardwise.diagnosis.verdicts import VerdictReport, table_lines, verdict_lines
 from shardwise.launcher.ssh.checks import explain_end, find_here
 from shardwise.launcher.ssh.run import HostSpec, read_hosts
-from shardwise.runs.console import complain
+from shardwise.runs.console import echo_error
 from shardwise.spec import Spec, option, spec_function
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def doctor_net(spec: NetSpec) -> NetReport:
     """Check logins, versions, names, clocks, storage, ports and links of all hosts; end with the launch line."""
     hosts = read_hosts(spec.hosts)
     folders = [Path.cwd() / folder.expanduser() for folder in spec.folders] or [Path.cwd()]
-    facts = examine(hosts, folders=folders, port=spec.port, note=lambda text: complain(f"shardwise: {text}"))
+    facts = examine(hosts, folders=folders, port=spec.port, note=lambda text: echo_error(f"shardwise: {text}"))
     typed = {label: _typed(host) for label, host in zip(label_hosts(hosts), hosts, strict=True)}
     return NetReport(facts=facts, verdicts=tuple(diagnose(facts)), launch=tuple(launch_lines(facts, typed)))
 

@@ -39,7 +39,7 @@ from shardwise.measurement.comm.verdict import SeriesVerdict, findings, judge, s
 from shardwise.measurement.ranks import rank_zero, require_backend, warn_if_busy
 from shardwise.measurement.report.write import BenchReport
 from shardwise.planner.settle import local_device
-from shardwise.runs.console import CHECK_FAILED, complain
+from shardwise.runs.console import CHECK_FAILED, echo_error
 
 if TYPE_CHECKING:
     from shardwise.measurement.report.findings import Findings
@@ -166,5 +166,5 @@ def _check_start(settings: SweepSettings, nproc: int | None) -> int | None:
     if not gpus:
         check_room(settings, ranks=smallest, sharing=count, free=available_memory(), where="this host")
     warn_if_busy()
-    complain(f"shardwise: measuring on {count} ranks for about {settings.budget_s:g} s")
+    echo_error(f"shardwise: measuring on {count} ranks for about {settings.budget_s:g} s")
     return count

@@ -166,12 +166,12 @@ class Held(NamedTuple):
 
 def states_of(optimized: Optimized) -> dict[str, Tensor]:
     """Return an optimizer's states as PARAMETER/KEY; no copies, no communication."""
-    return {
-        f"{name}/{key}": value
-        for name, parameter in optimized.named
-        for key, value in optimized.optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor)
-    }
+    found = {}
+    for name, parameter in optimized.named:
+        for key, value in optimized.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                found[f"{name}/{key}"] = value
+    return found
 
 
 def make_states(optimized: Optimized, saved: Forms) -> None:
@@ -194,8 +194,11 @@ def _like(parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype, o
     """Return zeros: without `optimizer` in the form of the parameter, else a count where that optimizer has it."""
     if optimizer is None:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    group = next(group for group in optimizer.param_groups if any(each is parameter for each in group["params"]))
-    return torch.zeros(shape, dtype=dtype, device=parameter.device if counts_on_device(group) else "cpu")
+    device = torch.device("cpu")
+    for group in optimizer.param_groups:
+        if counts_on_device(group) and any(each is parameter for each in group["params"]):
+            device = parameter.device
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def counts_on_device(group: Mapping[str, object]) -> bool:
@@ -260,13 +263,12 @@ def _tied(model: nn.Module) -> dict[str, str]:
 def snapshot(tensors: Sequence[Tensor], optimizer: Optimizer) -> Callable[[], None]:
     """Keep tensors and an optimizer's states on the host; returns what writes them back, and takes out what is new."""
     states = optimizer.state
-    held = [value for state in states.values() for value in state.values() if isinstance(value, torch.Tensor)]
     known = {parameter: set(state) for parameter, state in states.items()}
-    plain = {
-        parameter: {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
-        for parameter, state in states.items()
-    }
-    pairs = [(local(tensor), on_host(local(tensor))) for tensor in (*tensors, *held)]
+    saved, plain = list(tensors), {}
+    for parameter, state in states.items():
+        saved += [value for value in state.values() if isinstance(value, Tensor)]
+        plain[parameter] = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+    pairs = [(local(tensor), on_host(local(tensor))) for tensor in saved]
 
     @torch.no_grad()
     def restore() -> None:

@@ -122,7 +122,11 @@ def _aside(model: Any) -> Iterator[None]:
 
 def _crop(tensor: Tensor, like: Tensor) -> Tensor:
     """Return the first tokens of the first row, on the device of a model; floats in its precision."""
-    few = tensor[:1, :_LENGTH] if tensor.ndim > 1 else tensor[:1] if tensor.ndim else tensor
+    few = tensor
+    if tensor.ndim > 1:
+        few = tensor[:1, :_LENGTH]
+    elif tensor.ndim:
+        few = tensor[:1]
     return few.to(like.device, like.dtype if few.is_floating_point() else few.dtype)
 
 
