@@ -86,7 +86,7 @@ def test_no_tensor_of_training_or_evaluation_is_as_large_as_the_logits(fused, mo
         with Largest() as trained:
             step(next(iter(step.feed)))
         with Largest() as evaluated:
-            evaluate(job, plan, world, step=step, dataset=job.data("test"))
+            evaluate(step, job.data("test"))
         return trained.numbers, evaluated.numbers
 
     logits = 8 * 256 * WORDS
@@ -101,9 +101,9 @@ def test_metrics_get_the_logits_and_the_evaluation_is_that_of_the_plain_loss():
     def body(world, name, fused):
         plan = settled(name, {"fused_loss": fused}, world_size=world.size)
         step = sw.build_step(job, plan, world)
-        found = evaluate(job, plan, world, step=step, dataset=job.data("train"))
+        found = evaluate(step, job.data("train"))
         step(next(iter(step.feed)))
-        return [*found.values(), *evaluate(job, plan, world, step=step, dataset=job.data("train")).values()]
+        return [*found.values(), *evaluate(step, job.data("train")).values()]
 
     expected = run_ranks(body, 1, "ddp", "false")[0]
     assert run_ranks(body, 2, "zero3", "true")[0] == pytest.approx(expected, rel=1e-4)
