@@ -139,7 +139,7 @@ def test_watch_of_a_script_that_failed_tells_its_end(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["none"], "there is no run directory none"),
+        (["none"], "run directory none does not exist"),
         (["."], ". is not a run directory"),
         (["file"], "file is a file"),
         (["run", "--port", "70000"], "70000 is not in the range"),
