@@ -382,7 +382,7 @@ def test_sound_dropout_masks_are_not_accused():
 
 def test_ranks_that_read_the_same_rows(plant):
     def first_reader(right, self, step):
-        return right(slices.Slices(**{**vars(self), "reader": 0}), step)
+        return right(slices.Slices(**{**vars(self), "dp_rank": 0}), step)
 
     plant(slices.Slices, "places", first_reader)
     finding = finding_on("ddp")
