@@ -10,8 +10,6 @@ NAMES = {"mlx", "deepspeed", "mpi"}
 LIBRARIES = {"mlx", "deepspeed", "mpi4py"}
 EXCEPT = ("engines/", "checkpoint/convert/", "environment.py")
 """The engines themselves, conversion formats, and the reader of launchers' variables."""
-LEFT = {"cli/plan.py", "planner/plan.py"}
-"""Files that still reach DeepSpeed's JSON and forms by name: take them off when they ask the engine."""
 
 
 def imported(node):
@@ -45,8 +43,7 @@ def test_no_engine_is_imported_or_compared_outside_engines():
         name = path.relative_to(SOURCE).as_posix()
         if not name.startswith(EXCEPT) and (lines := leaks(path.read_text())):
             found[name] = lines
-    assert set(found) <= LEFT, found
-    assert set(found) == LEFT, "take files without a leak off LEFT"
+    assert found == {}
 
 
 def test_leaks_are_seen():

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from shardwise.cli.main import WITH_UNDERSCORES, present, takes
+from shardwise.engines.engine import engine_named
 from shardwise.errors import InputError
 from shardwise.planner.plan import PlanSpec, load_named_job, plan
 from shardwise.plans.toml import plan_to_toml, read_plan
@@ -59,15 +60,12 @@ def command(
     if out is not None:
         out.write_text(report.to_toml())
     if to_deepspeed is not None:
-        from shardwise.engines.deepspeed.config import best_expressible, write_config
-
         plans = [report.best] if report.forms else [candidate.plan for candidate in report.candidates]
-        expressible = best_expressible(plans)
-        if expressible.layout != report.best.layout:
-            echo_error(f"note      the best plan that DeepSpeed's JSON can hold is {expressible.layout}")
         job = load_named_job(spec) if spec.is_job else None
-        for note in write_config(expressible, to_deepspeed, job):
-            echo_error(note)
+        expressible, notes = engine_named("deepspeed").write_config(plans, to_deepspeed, job)
+        if expressible.layout != report.best.layout:
+            echo_error(f"note      the best plan that DeepSpeed's JSON can express is {expressible.layout}")
+        echo_error("\n".join(notes))
     return report.exit_code
 
 
@@ -90,9 +88,9 @@ def _read_deepspeed(spec: PlanSpec, path: Path, out: Path | None, to_deepspeed: 
             code="cli.options-conflict",
             fix="leave one out",
         )
-    from shardwise.engines.deepspeed.from_json import read_json
-
-    reading = read_json(path, num_ranks=nproc, batch_size=spec.batch_size, precision=spec.precision)
+    reading = engine_named("deepspeed").read_config(
+        path, num_ranks=nproc, batch_size=spec.batch_size, precision=spec.precision
+    )
     if out is None:
         echo(plan_to_toml(reading.plan).rstrip())
     else:
@@ -110,8 +108,6 @@ def _write_plan_file(path: str, to_deepspeed: Path | None) -> int:
         raise InputError(
             f"{path} is a plan already", code="plan.already-a-plan", fix="give --to-deepspeed, or name a model or a job"
         )
-    from shardwise.engines.deepspeed.config import write_config
-
-    for note in write_config(read_plan(Path(path)), to_deepspeed, None):
-        echo_error(note)
+    _, notes = engine_named("deepspeed").write_config([read_plan(Path(path))], to_deepspeed, None)
+    echo_error("\n".join(notes))
     return DONE

@@ -16,12 +16,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shardwise.errors import JobError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from shardwise.dist import World
+    from shardwise.engines.deepspeed.from_json import ConfigReading
     from shardwise.job import Job
+    from shardwise.planner.search.deepspeed import ZeroForm
+    from shardwise.planner.search.search import Question
     from shardwise.planner.settle import LocalDevice
     from shardwise.plans import Plan
+    from shardwise.plans.plan import DType
     from shardwise.training.build import BuildContext
     from shardwise.training.step.step import Step
 
@@ -97,6 +102,20 @@ class Engine:
         from shardwise.training.build import build_torch_step
 
         return build_torch_step(job, plan, world, context)
+
+    def plan_forms(self, question: Question) -> tuple[ZeroForm, ...]:  # noqa: ARG002 - for engines that have some
+        """Return the engine's own ways to train the model of a search, each with its memory and time."""
+        return ()
+
+    def read_config(
+        self, path: Path, *, num_ranks: int | None, batch_size: int | None, precision: DType | None
+    ) -> ConfigReading:
+        """Return the plan in a configuration file of the engine; the arguments fill in what the file leaves open."""
+        raise NotImplementedError
+
+    def write_config(self, plans: Sequence[Plan], path: Path, job: Job | None) -> tuple[Plan, list[str]]:
+        """Write the first plan that the engine's configuration file can express; return it, and notes on the file."""
+        raise NotImplementedError
 
     def silence_dropout(self, model: Any) -> None:
         """Have dropout layers drop nothing, where their probability is not an attribute that `verify` finds."""

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from shardwise.engines.engine import engine_named
 from shardwise.errors import InputError
 from shardwise.hardware.cluster import parse_cluster
 from shardwise.planner.cost.time import timeline
-from shardwise.planner.search.deepspeed import choose_form, deepspeed_forms
+from shardwise.planner.search.deepspeed import choose_form
 from shardwise.planner.search.explain import capacity_text, reason, smallest_cluster
 from shardwise.planner.search.report import answer_data, answer_text, draw
 from shardwise.planner.search.search import Rejected, search
@@ -139,7 +140,7 @@ def plan(model: Job | PlanSpec | str, **options: Any) -> PlanReport:
     subject = _subject(spec, job, cluster)
     question = subject.question(cluster)
     answer = search(question)
-    forms = deepspeed_forms(question) if spec.engine == "deepspeed" else ()
+    forms = engine_named(spec.engine).plan_forms(question)
     report = PlanReport(spec=spec, subject=subject, answer=answer, forms=forms)
     if report.best is not None:
         return report

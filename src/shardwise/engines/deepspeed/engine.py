@@ -8,14 +8,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shardwise.engines.deepspeed.config import best_expressible, write_config
+from shardwise.engines.deepspeed.from_json import read_json
 from shardwise.engines.deepspeed.library import preload_deepspeed, require_deepspeed
 from shardwise.engines.engine import Engine
 from shardwise.errors import PlanError
+from shardwise.planner.search.deepspeed import deepspeed_forms
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
     from shardwise.dist import World
+    from shardwise.engines.deepspeed.from_json import ConfigReading
     from shardwise.job import Job
+    from shardwise.planner.search.deepspeed import ZeroForm
+    from shardwise.planner.search.search import Question
     from shardwise.plans import Plan
+    from shardwise.plans.plan import DType
     from shardwise.training.build import BuildContext
     from shardwise.training.step.step import Step
 
@@ -43,6 +53,21 @@ class DeepSpeedEngine(Engine):
     def check(self, plan: Plan) -> None:
         """Refuse a plan that DeepSpeed would train wrongly or not at all."""
         check_deepspeed(plan)
+
+    def plan_forms(self, question: Question) -> tuple[ZeroForm, ...]:
+        """Return the ZeRO stages and offloads that DeepSpeed can train the model with."""
+        return deepspeed_forms(question)
+
+    def read_config(
+        self, path: Path, *, num_ranks: int | None, batch_size: int | None, precision: DType | None
+    ) -> ConfigReading:
+        """Return the plan in a JSON file for deepspeed.initialize."""
+        return read_json(path, num_ranks=num_ranks, batch_size=batch_size, precision=precision)
+
+    def write_config(self, plans: Sequence[Plan], path: Path, job: Job | None) -> tuple[Plan, list[str]]:
+        """Write the first plan that DeepSpeed's JSON can express."""
+        plan = best_expressible(plans)
+        return plan, write_config(plan, path, job)
 
     def build(self, job: Job, plan: Plan, world: World, context: BuildContext) -> Step:
         """Make the Step that trains `job` under `plan`; called on every rank, communicates over the world."""
