@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -56,8 +57,11 @@ def box_of(name: str, tensor: Tensor) -> ChunkStorageMetadata:
 
 def _narrow(name: str, tensor: DTensor, offsets: list[int], lengths: list[int]) -> None:
     """Narrow the whole tensor's box to this rank's, one mesh axis after another in the order of sharding."""
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
+    # By the rank, not by the mesh's own coordinate: the mesh of a result may be an equal one out of DTensor's cache,
+    # made in the process that this one was forked from.
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    coordinates = (tensor.device_mesh.mesh == rank).nonzero().tolist()
+    if not coordinates:
         raise CheckpointError(
             f"tensor {name!r} is on a mesh that does not contain this rank", code="checkpoint.foreign-mesh"
         )
@@ -73,7 +77,7 @@ def _narrow(name: str, tensor: DTensor, offsets: list[int], lengths: list[int]) 
             )
         parts = tensor.device_mesh.size(axis)
         step = -(-lengths[dim] // parts)
-        first = min(lengths[dim], coordinate[axis] * step)
+        first = min(lengths[dim], coordinates[0][axis] * step)
         lengths[dim] = min(lengths[dim], first + step) - first
         offsets[dim] += first
         pieces_so_far[dim] *= parts

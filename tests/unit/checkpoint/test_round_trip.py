@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from refusals import refuses
 from shardwise.checkpoint import load, read, read_manifest, save
 from shardwise.checkpoint.pieces import box_of
+from shardwise.dist import fake_world
 from shardwise.testing import run_ranks
 
 LAYOUTS = {"one": 1, "shard2": 2, "shard4": 4, "tp2": 2, "hsdp": 4, "shard2.tp2": 4, "zero1": 2, "stages": 2}
@@ -187,3 +188,13 @@ def test_facts_are_json_and_nothing_else(tmp_path):
     with refuses("checkpoint.unexpected-error", "object", kind=CheckpointError):
         save(tmp_path, 1, {}, {"x": object()}, group=None)
     assert list(tmp_path.glob("step-*")) == []
+
+
+def test_ranks_forked_from_a_process_that_had_a_mesh_save_their_own_shards():
+    def detached():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+        return distribute_tensor(torch.arange(4.0), mesh, [Shard(0)], src_data_rank=None).detach()
+
+    with fake_world(2):
+        detached()  # DTensor caches the result of this call, and its mesh, of rank 0
+    assert run_ranks(lambda _: list(box_of("a", detached()).offsets), 2) == [[0], [2]]
