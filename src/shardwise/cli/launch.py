@@ -21,4 +21,4 @@ from shardwise.runner.launch import launch_script
 @takes(LaunchSpec)
 def command(spec: LaunchSpec) -> int:
     """Start SCRIPT on many processes of this machine, or of many machines, in place of torchrun."""
-    return present(launch_script(spec))
+    return present(launch_script(spec, owns_process=True))

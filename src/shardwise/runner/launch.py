@@ -77,8 +77,12 @@ launch.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
 )
 
 
-def launch_script(spec: LaunchSpec) -> LaunchReport:
-    """Start a script on all ranks, here or elsewhere, and return how it ended."""
+def launch_script(spec: LaunchSpec, *, owns_process: bool = False) -> LaunchReport:
+    """Start a script on all ranks, here or elsewhere, and return how it ended.
+
+    `owns_process`: this process runs the launch and nothing else, so it adopts orphans of ranks and kills every
+    descendant at the end; a caller from Python may have child processes of its own.
+    """
     report_preset(spec.preset)  # first: an unknown one is refused here, not on every machine
     code = start_elsewhere(spec, grace_s=spec.grace_s, dry_run=spec.dry_run)
     if code is not None:
@@ -93,11 +97,13 @@ def launch_script(spec: LaunchSpec) -> LaunchReport:
         return LaunchReport(exit_code=0, text=describe(spec, settled))
     if settled.note:
         echo_error(settled.note)
-    become_reaper()
+    if owns_process:
+        become_reaper()
     try:
         launched, run, guards, tee = _run(spec, settled)
     finally:
-        kill_descendants()  # also what left its rank's process group, or outlived a killed fork parent
+        if owns_process:
+            kill_descendants()  # also what left its rank's process group, or outlived a killed fork parent
     report_effects(spec.preset, settled.local.variables, run)
     return _report(launched, run, guards, tee)
 
