@@ -78,13 +78,13 @@ def read_endpoint(
             code="launch.endpoint-contradicts",
             fix="leave one of them out",
         )
-    chosen = port or master_port or _DEFAULT_PORTS[rdzv_backend]
+    chosen = port or master_port or DEFAULT_PORTS[rdzv_backend]
     if not 0 < chosen < 1 << 16:
         raise LaunchError(f"port {chosen} is not a port", code="launch.port-invalid", fix="use 1 to 65535")
     return host, chosen
 
 
-_DEFAULT_PORTS = {"static": 29500, "c10d": 29400}
+DEFAULT_PORTS = {"static": 29500, "c10d": 29400}
 """torchrun's, for each of its rendezvous."""
 
 
@@ -122,7 +122,7 @@ def check_nodes(nodes: tuple[int, int], node_rank: int | None, rdzv_backend: str
             code="launch.node-rank-invalid",
             fix=f"use 0 to {most - 1}",
         )
-    if rdzv_backend not in _DEFAULT_PORTS:
+    if rdzv_backend not in DEFAULT_PORTS:
         raise LaunchError(
             f"--rdzv-backend is {rdzv_backend!r}", code="launch.rdzv-backend-unknown", fix="use static or c10d"
         )

@@ -14,7 +14,7 @@ from shardwise.errors import LaunchError
 from shardwise.launcher.kubernetes import POD_INDEX, POD_IP, manifests, node_0, read_kubernetes, to_yaml
 from shardwise.launcher.local.target import Script, Target
 from shardwise.launcher.nodes.node import NodesSpec
-from shardwise.launcher.options import read_nodes
+from shardwise.launcher.options import DEFAULT_PORTS, read_nodes
 from shardwise.launcher.spec import LaunchSpec
 from shardwise.launcher.ssh.checks import HostRendezvous
 from shardwise.launcher.ssh.run import HostSpec, launch_on_hosts, read_hosts
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _FORWARDED = re.compile(r"(NCCL|GLOO|TORCH|UCX|OMP|MKL)_.*|PYTHON(?!HOME).+")
 """Variables that follow the user over ssh; which devices are visible elsewhere is not for this machine to set."""
-_DEFAULT_PORT = 29500
 
 
 def start_elsewhere(spec: LaunchSpec | TrainSpec, *, grace_s: float, dry_run: bool = False) -> int | None:
@@ -122,7 +121,7 @@ def _describe(
 ) -> str:
     """Return what would run on each host; no host is asked, so node 0's address is its name."""
     rendezvous = spec.rendezvous
-    node_0 = HostRendezvous(rendezvous.master_addr or hosts[0].name, rendezvous.master_port or _DEFAULT_PORT)
+    node_0 = HostRendezvous(rendezvous.master_addr or hosts[0].name, rendezvous.master_port or DEFAULT_PORTS["static"])
     lines = [f"# {len(hosts)} hosts; node 0's address and port are found by asking them, unless named"]
     for host, argv in zip(hosts, argv_of(node_0), strict=True):
         command = shlex.join([sys.executable, "-P", "-m", "shardwise", *argv])
@@ -142,7 +141,7 @@ def _show(stream: int, line: bytes) -> None:
 def _on_kubernetes(spec: LaunchSpec | TrainSpec, asked: str, grace_s: float) -> int:
     cluster = read_kubernetes(asked, _target(spec).name)
     least, most = read_nodes(spec.rendezvous.nnodes or "1")
-    nodes = _nodes(spec, (least, most), node_0(cluster), spec.rendezvous.master_port or _DEFAULT_PORT)
+    nodes = _nodes(spec, (least, most), node_0(cluster), spec.rendezvous.master_port or DEFAULT_PORTS["static"])
     nproc = cluster.gpus if cluster.gpus and spec.nproc is None else None
     command, *rest = node_argv(spec, nodes, POD_INDEX, nproc)
     # Kubernetes expands $(NAME) in arguments, and $$ to one $; what users typed is meant as it stands.

@@ -190,9 +190,6 @@ def _names(target: Target) -> frozenset[str] | None:
     return frozenset(names)
 
 
-# What a run directory of `train` holds before its first step, and the workers that read it.
-
-
 def write_run_inputs(
     run: RunDirectory, reference: JobReference, plan: Plan, *, started_at: float | None = None
 ) -> None:

@@ -91,6 +91,12 @@ def _train_here(
     from shardwise.training.loop import train as train_in  # imports torch
 
     asked = TrainSpec.of("", **options)
+    if asked != TrainSpec(job="", save=asked.save, replicas=asked.replicas):
+        raise LaunchError(
+            f"train got {', '.join(options)} and a world, whose ranks have been started already",
+            code="train.option-inside-world",
+            fix="pass only options about saving and replicas, run= and show_progress=",
+        )
     result = train_in(job, plan, world, run=run, show_progress=show_progress, save=asked.save, replicas=asked.replicas)
     return TrainReport(run=str(run.path) if run else "", result=result)
 
@@ -253,9 +259,6 @@ def _run_on_nodes(
                 note=echo_error,
             )
             return launched, run, is_first
-
-
-# A rank of a world that torchrun, srun or mpirun has started.
 
 
 def _train_in_world(

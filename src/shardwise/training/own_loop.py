@@ -56,7 +56,7 @@ def parallelize(
 
     All ranks get rank 0's values. Make the optimizer afterwards: parameters may be shards then. Gradients are averaged
     over data-parallel ranks. The forward pass computes in `plan.precision.compute` and returns fp32; `autocast(plan)`
-    does so for what the loop computes outside of the model. `tensor_rules` say how tensor parallelism splits modules,
+    does so for what the loop computes outside of the model. `tensor_rules` give how tensor parallelism splits modules,
     by name, or the path of a file with them; None asks the model. Without `world` the running one is used.
     """
     world = world or running_world()
@@ -126,7 +126,7 @@ def dataloader(
     `batch_size` counts samples over all data-parallel ranks, each of which gets an equal part of every batch; ranks of
     one tp, cp or pp group get the same. It is the DataLoader's, else the plan's micro-batch on every rank. Each loop
     reads one epoch, in an order of (seed, epoch) alone; `state_dict` and `load_state_dict` continue inside an epoch at
-    any number of ranks. `drop_last` says what becomes of a last batch that ranks cannot share evenly: True drops it,
+    any number of ranks. `drop_last` chooses what becomes of a last batch that ranks cannot share evenly: True drops it,
     False keeps it (then back-propagate `loss * loader.scale`), None refuses. With `evaluate` every sample comes once,
     in order, in equally many batches on every rank. Of a DataLoader its own options count. A stream (IterableDataset)
     keeps its own order.
@@ -149,7 +149,7 @@ def dataloader(
         )
     if isinstance(data, DataLoader) and (batch_size, shuffle, collate, num_workers) != (None, True, None, 0):
         raise DataError(
-            "sw.dataloader was given a DataLoader, which says by itself how it reads, and options beside it",
+            "sw.dataloader was given a DataLoader, whose own options apply, and others beside it",
             code="data.loader-with-options",
             fix="give the dataset with the options, or the DataLoader without",
         )

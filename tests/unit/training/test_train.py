@@ -547,3 +547,9 @@ def test_building_many_steps_makes_one_group():
         return len(torch.distributed.distributed_c10d._world.pg_map)
 
     assert run_ranks(groups, 2)[0] == 2
+
+
+def test_options_that_start_ranks_are_refused_inside_a_world():
+    plan = Plan.preset("ddp", 1, batch_size=12)
+    with refuses("train.option-inside-world", "nproc"):
+        run_ranks(lambda world: sw.train(make_job(), plan, world, nproc=2, save_every=1), 1)
